@@ -1,0 +1,1 @@
+"""Deterministic load balancing and sequence packing in pure Python: costs in, plans out."""

@@ -1,0 +1,1 @@
+"""Global-batch sequence packing and dynamic context parallelism for Megatron-Core."""

@@ -1,0 +1,1 @@
+"""Nested samples of tensors to aligned, self-describing bytes and back, without pickle."""
