@@ -1,0 +1,87 @@
+"""The question that packing answers, checked once: lengths, capacity, ranks, objective."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from evenstep.balance.packing_input import checked_lengths, positive_int
+from evenstep.balance.packing_load import SequenceLoad
+
+Synchronize: TypeAlias = Literal["microbatch", "step"]
+"""When ranks wait for each other: after every micro-batch, or only at the end of the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingProblem:
+    """Checked input of a packing planner.
+
+    Attributes:
+        lengths: Tokens of each sequence.
+        loads: Load of each sequence, an integer in units of `1 / scale`.
+        scale: Units per load of 1.
+        capacity: Most tokens of a bin.
+        max_sequences: Most sequences of a bin.
+        num_ranks: Bins of a micro-batch.
+        multiple: The number of micro-batches is a multiple of this.
+        synchronize: When ranks wait for each other.
+    """
+
+    lengths: tuple[int, ...]
+    loads: tuple[int, ...]
+    scale: int
+    capacity: int
+    max_sequences: int
+    num_ranks: int
+    multiple: int
+    synchronize: Synchronize
+
+    @classmethod
+    def checked(
+        cls,
+        lengths: Sequence[int],
+        *,
+        capacity: int,
+        load: SequenceLoad,
+        num_ranks: int,
+        multiple: int,
+        max_sequences: int | None,
+        synchronize: Synchronize,
+    ) -> "PackingProblem":
+        """Check what the user passed and return it as exact integers.
+
+        Raises:
+            ValueError: Naming the parameter, its value, the rule and the remedy.
+        """
+        capacity = positive_int("capacity", capacity)
+        if synchronize not in get_args(Synchronize):
+            raise ValueError(
+                f"synchronize is {synchronize!r}; it must be one of {get_args(Synchronize)}"
+            )
+        exact = checked_lengths(lengths)
+        for index, length in enumerate(exact):
+            if length > capacity:
+                raise ValueError(
+                    f"lengths[{index}] is {length}, more than the capacity of {capacity} tokens; "
+                    "raise the capacity, or shorten or drop the sequence"
+                )
+        num_ranks = positive_int("num_ranks", num_ranks)
+        multiple = positive_int("microbatch_multiple", multiple)
+        if len(exact) < num_ranks * multiple:
+            raise ValueError(
+                f"{len(exact)} sequences cannot fill {num_ranks} ranks x {multiple} micro-batches "
+                "without an empty bin; pass more sequences, or fewer ranks or a smaller multiple"
+            )
+        return cls(
+            lengths=exact,
+            loads=tuple(load.units(exact)),
+            scale=load.integers()[2],
+            capacity=capacity,
+            max_sequences=(
+                len(exact)
+                if max_sequences is None
+                else positive_int("max_sequences", max_sequences)
+            ),
+            num_ranks=num_ranks,
+            multiple=multiple,
+            synchronize=synchronize,
+        )
