@@ -1,14 +1,49 @@
 """Deterministic load balancing and sequence packing in pure Python: costs in, plans out."""
 
+from evenstep.balance.calibration import Calibration, calibrate, step_features
+from evenstep.balance.costs import (
+    CostModel,
+    TableCost,
+    encoder_cost,
+    evaluate_costs,
+    transformer_cost,
+)
+from evenstep.balance.order import balanced_index_order
 from evenstep.balance.packing import PackingStrategy, plan_packing
 from evenstep.balance.packing_load import SequenceLoad
 from evenstep.balance.packing_plan import PackingPlan
 from evenstep.balance.packing_problem import Synchronize
+from evenstep.balance.route import (
+    Route,
+    assert_intra_no_cross_slot,
+    balanced_assignment,
+    intra_route,
+    window_cost_spread,
+)
+from evenstep.balance.strategy import Lpt, Strategy
+from evenstep.balance.window import build_window_route
 
 __all__ = [
+    "Calibration",
+    "CostModel",
+    "Lpt",
     "PackingPlan",
     "PackingStrategy",
+    "Route",
     "SequenceLoad",
+    "Strategy",
     "Synchronize",
+    "TableCost",
+    "assert_intra_no_cross_slot",
+    "balanced_assignment",
+    "balanced_index_order",
+    "build_window_route",
+    "calibrate",
+    "encoder_cost",
+    "evaluate_costs",
+    "intra_route",
     "plan_packing",
+    "step_features",
+    "transformer_cost",
+    "window_cost_spread",
 ]
