@@ -1,1 +1,55 @@
 """Nested samples of tensors to aligned, self-describing bytes and back, without pickle."""
+
+from evenstep.serialize.document import dumps, loads
+from evenstep.serialize.dtypes import ALIGNMENT
+from evenstep.serialize.errors import DecodeError
+from evenstep.serialize.files import dump, load
+from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
+from evenstep.serialize.layout import TensorSample, sample_layout
+from evenstep.serialize.metadata import (
+    SampleMeta,
+    deserialize_sample,
+    sample_byte_size,
+    sample_keys,
+    serialize_sample,
+    tensor_metadata,
+)
+from evenstep.serialize.nested import (
+    FlatSample,
+    Leaf,
+    NestedSample,
+    flatten_nested,
+    unflatten_nested,
+)
+from evenstep.serialize.packing import pack_samples, unpack_sample
+from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema
+
+__all__ = [
+    "ALIGNMENT",
+    "VALUES_KEY",
+    "DecodeError",
+    "FieldSpec",
+    "FlatSample",
+    "Leaf",
+    "NestedSample",
+    "SampleLayout",
+    "SampleMeta",
+    "SampleSchema",
+    "TensorSample",
+    "deserialize_sample",
+    "dump",
+    "dumps",
+    "flatten_nested",
+    "fold_values",
+    "load",
+    "loads",
+    "pack_samples",
+    "sample_byte_size",
+    "sample_keys",
+    "sample_layout",
+    "serialize_sample",
+    "tensor_metadata",
+    "unflatten_nested",
+    "unfold_values",
+    "unpack_sample",
+]

@@ -1,0 +1,98 @@
+"""The layout of a given sample, compiled once per schema and set of sizes."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import chain
+from typing import TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor
+
+from evenstep.serialize.dtypes import DTYPE_CODES, REFUSED_DTYPES, supported_names
+from evenstep.serialize.limits import MAX_NDIM
+from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema
+
+TensorSample: TypeAlias = dict[str, Tensor | None]
+"""A flat sample of tensors and ``None`` only."""
+
+_Entry: TypeAlias = tuple[str, torch.dtype | None, tuple[int, ...]]
+"""Key, dtype (``None`` for a ``None`` value) and shape."""
+
+# A data set has few schemas, but a layout per set of sizes; a layout takes a few KB.
+_CACHED_SCHEMAS = 256
+_CACHED_LAYOUTS = 4096
+
+
+def sample_layout(flat: Mapping[str, Tensor | None]) -> SampleLayout:
+    """Return the layout of a flat sample of tensors and ``None``.
+
+    The layouts seen last are kept, so a schema that repeats costs a look-up.
+
+    Args:
+        flat: Flat key -> tensor of any device, or ``None``. Plain values must be folded first
+            (:func:`fold_values`).
+
+    Raises:
+        ValueError: If a value is anything else, a tensor of an unsupported kind or dtype, or if a
+            key cannot be encoded; the message names the key.
+    """
+    entries: list[_Entry] = []
+    for key, value in flat.items():
+        if value is None:
+            entries.append((key, None, ()))
+        elif is_plain(value):
+            entries.append((key, value.dtype, value.shape))
+        else:
+            raise ValueError(refusal(key, value))
+    return _layout_of(tuple(entries))
+
+
+@lru_cache(_CACHED_LAYOUTS)
+def _layout_of(entries: tuple[_Entry, ...]) -> SampleLayout:
+    by_key = sorted(entries, key=lambda entry: entry[0])
+    schema = _schema_of(tuple([(key, dtype, len(shape)) for key, dtype, shape in by_key]))
+    return SampleLayout.of(schema, tuple(chain.from_iterable([shape for _, _, shape in by_key])))
+
+
+@lru_cache(_CACHED_SCHEMAS)
+def _schema_of(entries: tuple[tuple[str, torch.dtype | None, int], ...]) -> SampleSchema:
+    for key, dtype, _ in entries:
+        if dtype is not None and dtype not in DTYPE_CODES:
+            raise ValueError(dtype_refusal(key, dtype))
+    fields = [FieldSpec(key, dtype, ndim) for key, dtype, ndim in entries if dtype is not None]
+    return SampleSchema(tuple(fields), tuple([key for key, dtype, _ in entries if dtype is None]))
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Tell whether ``value`` is exactly a dense tensor: no subclass, not sparse, not nested."""
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+
+
+def refusal(key: str, value: object) -> str:
+    """Return why ``value`` cannot be the tensor of a field, naming the key and a remedy."""
+    if not isinstance(value, Tensor):
+        return (
+            f"field {key!r} is a {type(value).__name__}, not a tensor or None; "
+            "put plain values into one field with fold_values(flat)"
+        )
+    if type(value) is not Tensor:
+        return (
+            f"field {key!r} is a {type(value).__name__}, which would come back as a plain tensor; "
+            "convert it with .detach() or .as_subclass(torch.Tensor)"
+        )
+    if value.is_nested:
+        return f"field {key!r} is a nested tensor; send its values and offsets as two fields"
+    if value.layout is not torch.strided:
+        return (
+            f"field {key!r} is a sparse tensor of layout {value.layout}; send its indices and "
+            "values as fields, or tensor.to_dense()"
+        )
+    if value.dtype in DTYPE_CODES:
+        return f"field {key!r} has {value.dim()} dimensions; at most {MAX_NDIM} are supported"
+    return dtype_refusal(key, value.dtype)
+
+
+def dtype_refusal(key: str, dtype: torch.dtype) -> str:
+    """Return why a tensor of ``dtype`` cannot be a field, naming the key and a remedy."""
+    remedy = REFUSED_DTYPES.get(dtype, f"supported are {supported_names()}")
+    return f"field {key!r} has the unsupported dtype {dtype}; {remedy}"
