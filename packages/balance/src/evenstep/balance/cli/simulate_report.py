@@ -1,0 +1,109 @@
+"""How `simulate` shows its outcomes: a table, JSON, a picture."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import typer
+
+from evenstep.balance.cli.draws import Draws
+from evenstep.balance.cli.plot import plot_loads
+from evenstep.balance.cli.simulation import Outcome, Planner, Setting, Slots, loads_of
+from evenstep.balance.cli.terminal import milliseconds, percent, print_table
+
+_HEAD = (
+    "strategy",
+    "largest\n/ mean",
+    "\np95",
+    "\nworst",
+    "gap to\nbound",
+    "cost\nmoved",
+    "time\nsaved",
+    "plan\ntime",
+)
+
+# Below this the cost of the exchange itself may be larger than what it saves.
+_WORTHWHILE = 0.03
+
+
+def print_outcomes(setting: Setting, draws: Draws, outcomes: Sequence[Outcome]) -> None:
+    """Print the table, and the answer in one sentence."""
+    as_read, *planned = outcomes
+    rows = [
+        _row(as_read)[:5] + ["-"] * 3,
+        *(_row(outcome) for outcome in planned),
+    ]
+    print_table(_describe(setting, draws), _HEAD, rows, [_answer(planned)])
+
+
+def print_json(
+    about: Mapping[str, object], setting: Setting, draws: Draws, outcomes: Sequence[Outcome]
+) -> None:
+    """Print one JSON object: shares as fractions of 1, times in seconds."""
+    result = {
+        **about,
+        "dp_size": setting.dp_size,
+        "micro_batch": setting.micro_batch,
+        "window": setting.window,
+        "synchronize": setting.synchronize,
+        "samples": len(draws.values),
+        "steps": len(draws),
+        "steps_available": draws.available,
+        "seed": draws.seed,
+        "strategies": [
+            {
+                "strategy": outcome.strategy,
+                "largest_over_mean": outcome.largest_over_mean._asdict(),
+                "gap_to_bound": outcome.gap._asdict(),
+                "moved_share": outcome.moved_share,
+                "time_saved": outcome.time_saved,
+                "planning_s": outcome.planning_s._asdict(),
+            }
+            for outcome in outcomes
+        ],
+    }
+    typer.echo(json.dumps(result))
+
+
+def plot_step(path: Path, setting: Setting, planners: Mapping[str, Planner], slots: Slots) -> None:
+    """Draw the loads of one step under every strategy.
+
+    Raises:
+        InputError: The file cannot be written.
+    """
+    panels = {name: loads_of(slots, planner(slots).groups) for name, planner in planners.items()}
+    title = f"{_size(setting)}: the step of median imbalance"
+    plot_loads(path, panels, title=title, synchronize=setting.synchronize)
+
+
+def _row(outcome: Outcome) -> list[str]:
+    return [
+        outcome.strategy,
+        *(f"{value:.3f}" for value in outcome.largest_over_mean),
+        percent(outcome.gap.mean, 2),
+        percent(outcome.moved_share),
+        percent(outcome.time_saved),
+        milliseconds(outcome.planning_s.mean),
+    ]
+
+
+def _size(setting: Setting) -> str:
+    batches = "1 micro-batch" if setting.window == 1 else f"{setting.window} micro-batches"
+    return f"{setting.dp_size} ranks x {setting.micro_batch} samples x {batches}"
+
+
+def _describe(setting: Setting, draws: Draws) -> str:
+    waits = "every micro-batch" if setting.synchronize == "microbatch" else "only the step"
+    return f"{draws.describe()}: {_size(setting)}; {waits} synchronises"
+
+
+def _answer(planned: Sequence[Outcome]) -> str:
+    best = max(planned, key=lambda outcome: outcome.time_saved)
+    saved = percent(best.time_saved)
+    if best.time_saved < _WORTHWHILE:
+        return f"Would it help? Hardly: at most {saved} of the step time ({best.strategy})."
+    faster = 1 / (1 - best.time_saved)
+    return (
+        f"Would it help? Yes: {best.strategy} saves {saved} of the step time, {faster:.2f} times "
+        "as fast, as far as time follows the cost and the exchange is hidden behind compute."
+    )
