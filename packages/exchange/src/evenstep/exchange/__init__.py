@@ -1,1 +1,48 @@
 """One ragged all-to-all that moves whole training samples between data-parallel ranks."""
+
+from evenstep.exchange.errors import (
+    ExchangeError,
+    ExchangeStoppedError,
+    ExchangeTimeoutError,
+    MismatchError,
+    PeerFailedError,
+    PeerLostError,
+    ProtocolError,
+)
+from evenstep.exchange.exchange import Arrival, Plan, SampleExchange, Transfer
+from evenstep.exchange.groups import ModuleGroups, build_module_dp_process_groups
+from evenstep.exchange.moves import Moves, Placement, plan_moves
+from evenstep.exchange.offer import Agreement, Cost, Offer, RankReport
+from evenstep.exchange.payload_group import DEFAULT_CHUNK_BYTES, PayloadGroup
+from evenstep.exchange.prepare import PreparedExchange, prepare_sample_exchange
+from evenstep.exchange.rounds import Setting
+from evenstep.exchange.waiting import Patience
+
+__all__ = [
+    "DEFAULT_CHUNK_BYTES",
+    "Agreement",
+    "Arrival",
+    "Cost",
+    "ExchangeError",
+    "ExchangeStoppedError",
+    "ExchangeTimeoutError",
+    "MismatchError",
+    "ModuleGroups",
+    "Moves",
+    "Offer",
+    "Patience",
+    "PayloadGroup",
+    "PeerFailedError",
+    "PeerLostError",
+    "Placement",
+    "Plan",
+    "PreparedExchange",
+    "ProtocolError",
+    "RankReport",
+    "SampleExchange",
+    "Setting",
+    "Transfer",
+    "build_module_dp_process_groups",
+    "plan_moves",
+    "prepare_sample_exchange",
+]

@@ -1,0 +1,139 @@
+"""What a rank brings to a window, and what all ranks know of it once they have agreed."""
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+from evenstep.serialize import FlatSample, SampleLayout, TensorSample
+
+Cost: TypeAlias = float | Sequence[float]
+"""The estimated work of a sample, or of each of its phases."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """The samples that one rank brings to a window.
+
+    Attributes:
+        samples: Flat samples, slot by slot.
+        slot_counts: Number of samples per slot; their sum is the number of samples.
+        costs: One cost per sample, finite and >= 0; or equally many per sample, for several phases.
+        exhausted: Whether this rank's source has ended, so that this is its last window.
+
+    Raises:
+        ValueError: If counts do not match, or a cost is not a finite number >= 0.
+    """
+
+    samples: Sequence[FlatSample]
+    slot_counts: Sequence[int]
+    costs: Sequence[Cost]
+    exhausted: bool = False
+
+    def __post_init__(self) -> None:
+        count = len(self.samples)
+        if sum(self.slot_counts) != count or any(n < 0 for n in self.slot_counts):
+            raise ValueError(
+                f"slot_counts is {list(self.slot_counts)}; it must hold the number of samples of "
+                f"each slot, {count} together"
+            )
+        if len(self.costs) != count:
+            raise ValueError(f"{len(self.costs)} costs given for {count} samples; give one each")
+
+    def cost_columns(self) -> tuple[int, "array[float]"]:
+        """Return the number of costs per sample and all costs, sample by sample, as float64."""
+        rows = [_cost_row(index, cost) for index, cost in enumerate(self.costs)]
+        widths = {len(row) for row in rows} or {1}
+        if len(widths) > 1:
+            raise ValueError(f"samples have {sorted(widths)} costs; give each the same number")
+        return widths.pop(), array("d", [cost for row in rows for cost in row])
+
+
+class RankReport(NamedTuple):
+    """What every rank knows of one rank's offer.
+
+    Attributes:
+        slot_counts: Number of samples per slot.
+        num_costs: Costs per sample.
+        costs: float64, sample by sample.
+        nbytes: Serialized bytes per sample, int64.
+        exhausted: Whether the rank's source has ended.
+        layout: Decodes the layout of the sample with the given local index.
+    """
+
+    slot_counts: tuple[int, ...]
+    num_costs: int
+    costs: "array[float]"
+    nbytes: "array[int]"
+    exhausted: bool
+    layout: Callable[[int], SampleLayout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """One window as all ranks see it; equal on all of them but for `samples` and `layouts`.
+
+    The global index of a sample counts slot by slot, within a slot rank by rank, within a rank in
+    local order.
+
+    Attributes:
+        reports: One report per rank.
+        offer: This rank's offer.
+        samples: The samples of `offer`, their plain values folded into one tensor field.
+        layouts: The layouts of `samples`.
+    """
+
+    reports: tuple[RankReport, ...]
+    offer: Offer
+    samples: Sequence[TensorSample]
+    layouts: Sequence[SampleLayout]
+
+    @property
+    def num_slots(self) -> int:
+        """The largest number of slots that a rank offers."""
+        return max(len(report.slot_counts) for report in self.reports)
+
+    @cached_property
+    def holders(self) -> list[tuple[int, int]]:
+        """`(rank, local index)` of each sample, by global index."""
+        return [holder for slot in range(self.num_slots) for holder in self._holders_of(slot)]
+
+    @cached_property
+    def nbytes(self) -> list[int]:
+        """Serialized bytes of each sample, by global index."""
+        sizes = [report.nbytes for report in self.reports]
+        return [sizes[rank][local] for rank, local in self.holders]
+
+    def costs_of_slot(self, slot: int) -> list[float]:
+        """Return the costs of one slot by slot-local position; the first of several per sample."""
+        return [row[0] for row in self.cost_rows_of_slot(slot)]
+
+    def cost_rows_of_slot(self, slot: int) -> list[tuple[float, ...]]:
+        """Return all costs of each sample of one slot, by slot-local position."""
+        return [
+            tuple(self.reports[rank].costs[local * width : (local + 1) * width])
+            for rank, local in self._holders_of(slot)
+            for width in (self.reports[rank].num_costs,)
+        ]
+
+    def _holders_of(self, slot: int) -> Iterator[tuple[int, int]]:
+        for rank, report in enumerate(self.reports):
+            if slot < len(report.slot_counts):
+                start = sum(report.slot_counts[:slot])
+                for local in range(start, start + report.slot_counts[slot]):
+                    yield rank, local
+
+
+def _cost_row(index: int, cost: Cost) -> tuple[float, ...]:
+    try:
+        row = tuple(cost) if isinstance(cost, Sequence) else (float(cost),)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the cost of sample {index} is no number: {cost!r} ({error})") from error
+    for value in row:
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(
+                f"the cost of sample {index} is {value!r}; a cost must be a finite number >= 0"
+            )
+    return row

@@ -1,0 +1,122 @@
+"""The collective that moves a window's bytes, in one piece or in bounded chunks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from evenstep.exchange.buffers import CPU, BufferPool
+from evenstep.exchange.moves import Moves
+from evenstep.exchange.waiting import Patience, start_all_to_all
+
+WORD_BYTES = 8  # samples are padded to 8 bytes, so that fewer and wider elements move
+DEFAULT_CHUNK_BYTES = (1 << 31) - (1 << 20)  # under 2 GiB, where 32-bit counts would end
+
+_DOING = "moving samples"
+
+_Piece: TypeAlias = tuple[slice, Sequence[int], slice, Sequence[int]]
+"""Bytes received and their splits by source, bytes sent and their splits by destination."""
+
+
+class PayloadGroup:
+    """The group that carries samples, and the buffers of finished transfers for later ones.
+
+    Args:
+        group: Gloo or NCCL group; None if there is one rank only.
+        chunk_bytes: Most bytes that a rank sends or receives in one collective.
+        stream: CUDA stream for packing and moving; None for the current one.
+
+    Attributes:
+        device: Where the bytes must be: CUDA for NCCL, else the host.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        if chunk_bytes < WORD_BYTES:
+            raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be at least {WORD_BYTES}")
+        on_gpu = group is not None and dist.get_backend(group) == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
+        self.buffers = BufferPool(pinned=torch.cuda.is_available())
+        self._group = group
+        self._chunk_bytes = chunk_bytes - chunk_bytes % WORD_BYTES
+        self._stream = stream
+
+    def scope(self) -> AbstractContextManager[object]:
+        """Enter the stream for packing and moving, behind the work of the current one."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._stream)
+
+    def start(self, sent: torch.Tensor, received: torch.Tensor, moves: Moves) -> list[dist.Work]:
+        """Start moving `sent`, all samples by destination, into `received`, all by source.
+
+        Every rank must call this, in the same order among the collectives of the group.
+
+        Args:
+            sent: uint8 [sum of send_splits] on `device`.
+            received: uint8 [sum of recv_splits] on `device`.
+            moves: Whose splits and order apply.
+
+        Returns:
+            The collectives under way; none if no rank has anything to send.
+        """
+        if self._group is None or moves.peak_total == 0:
+            return []
+        whole = (slice(None), moves.recv_splits, slice(None), moves.send_splits)
+        pieces = [whole] if moves.peak_total <= self._chunk_bytes else self._chunks(moves)
+        return [
+            start_all_to_all(
+                received[into].view(torch.int64),
+                sent[out_of].view(torch.int64),
+                self._group,
+                recv_splits=[nbytes // WORD_BYTES for nbytes in recv_splits],
+                send_splits=[nbytes // WORD_BYTES for nbytes in send_splits],
+                doing=_DOING,
+            )
+            for into, recv_splits, out_of, send_splits in pieces
+        ]
+
+    def finish(self, works: Sequence[dist.Work], patience: Patience) -> None:
+        """Wait for what `start` began; on CUDA, make the current stream wait for it."""
+        for work in works:
+            if self.device == CPU:
+                assert self._group is not None
+                patience.wait(work, self._group, doing=_DOING)
+            else:
+                work.wait()
+
+    def _chunks(self, moves: Moves) -> Iterator[_Piece]:
+        """Yield collectives in which each rank sends to one rank and receives from one.
+
+        In those for distance d, every rank r sends to r + d alone, so that each side is one slice
+        of its buffer and nothing is copied to regroup bytes. All ranks run equally many of them,
+        as the plan's largest split at that distance demands.
+        """
+        rank, world_size = dist.get_rank(self._group), len(moves.send_splits)
+        recv_starts = [0, *accumulate(moves.recv_splits)]
+        send_starts = [0, *accumulate(moves.send_splits)]
+        for shift, peak in enumerate(moves.shift_peaks):
+            to, source = (rank + shift) % world_size, (rank - shift) % world_size
+            for start in range(0, peak, self._chunk_bytes):
+                yield (
+                    *_slice(recv_starts, source, start, self._chunk_bytes),
+                    *_slice(send_starts, to, start, self._chunk_bytes),
+                )
+
+
+def _slice(starts: list[int], peer: int, start: int, limit: int) -> tuple[slice, list[int]]:
+    """Return up to `limit` bytes of `peer`'s split from `start` on, and the splits they make."""
+    first = min(starts[peer] + start, starts[peer + 1])
+    last = min(first + limit, starts[peer + 1])
+    splits = [0] * (len(starts) - 1)
+    splits[peer] = last - first
+    return slice(first, last), splits

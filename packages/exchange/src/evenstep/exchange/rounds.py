@@ -1,0 +1,208 @@
+"""Rounds in which all ranks report, so that they go on together or fail together."""
+
+import enum
+import hashlib
+import struct
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from evenstep.exchange.channel import Channel
+from evenstep.exchange.errors import (
+    ExchangeError,
+    MismatchError,
+    PeerFailedError,
+    ProtocolError,
+)
+from evenstep.exchange.waiting import Patience
+
+T = TypeVar("T")
+Setting = str | int | float | bool | None
+
+_HEADER = struct.Struct("<4sHBBQ8s")  # magic, version, kind, status, round, settings' fingerprint
+_MAGIC = b"EVEN"
+_VERSION = 1
+_MAX_REASON_CHARS = 4000  # the text of an exception that peers get to see
+
+
+class Kind(enum.IntEnum):
+    """What a round is for; the value is on the wire."""
+
+    SETTINGS = 1
+    OFFER = 2
+    COMMIT = 3
+
+
+class _Status(enum.IntEnum):
+    READY = 1
+    FAILED = 2
+    LEFT = 3
+
+
+_DOING = {
+    Kind.SETTINGS: "comparing settings",
+    Kind.OFFER: "agreeing on a window",
+    Kind.COMMIT: "committing to a plan",
+}
+
+
+class Rounds:
+    """The control plane of one group: numbered rounds, each with the same outcome on every rank.
+
+    Args:
+        group: Gloo group for the messages, used by one thread only; None if `world_size` is 1.
+        rank: This rank in the group.
+        world_size: Number of ranks in the group.
+        settings: What all ranks must have set alike. Its fingerprint is in every message.
+        patience: How long to wait for peers.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        world_size: int,
+        settings: Mapping[str, Setting],
+        patience: Patience,
+    ) -> None:
+        if group is None and world_size != 1:
+            raise ValueError(f"a control group is needed for {world_size} ranks; got None")
+        self._channel = Channel(group, world_size) if group is not None else None
+        self._rank = rank
+        self._patience = patience
+        self._settings = "\n".join(f"{key} = {settings[key]!r}" for key in sorted(settings))
+        self._fingerprint = hashlib.blake2b(self._settings.encode(), digest_size=8).digest()
+        self._number = 0
+        self._broken: ExchangeError | None = None
+
+    def gather(self, kind: Kind, make: Callable[[], tuple[T, bytes]]) -> tuple[T, list[memoryview]]:
+        """Run one round: report what `make` returns, or that it failed, and hear all ranks.
+
+        Args:
+            kind: What the round is for.
+            make: Called once; returns a local value, handed back, and the message for all ranks.
+
+        Returns:
+            The local value and every rank's message, in rank order.
+
+        Raises:
+            BaseException: What `make` raised, on this rank, once the peers know of it.
+            PeerFailedError: What `make` raised on another rank.
+            MismatchError: If the settings differ.
+            ExchangeError: As `Channel.gather`; then every later round raises it again.
+        """
+        failure: BaseException | None = None
+        try:
+            value, body = make()
+            frame = self._frame(kind, _Status.READY, body)
+        except BaseException as error:  # noqa: BLE001 - raised below, when no peer waits any more
+            failure = error
+            frame = self._frame(kind, _Status.FAILED, _reason(error))
+        frames = self._send(kind, frame)
+        if failure is not None:
+            raise failure
+        self._check(kind, frames)
+        return value, [frame[_HEADER.size :] for frame in frames]
+
+    def compare_settings(self) -> None:
+        """Compare the settings of all ranks; every rank must call this.
+
+        Raises:
+            MismatchError: On every rank, naming the first setting that differs, ranks and values.
+        """
+        text = self._settings.encode()
+        _, messages = self.gather(Kind.SETTINGS, lambda: (None, text))
+        texts = [bytes(message).decode() for message in messages]
+        for lines in zip(*(text.split("\n") for text in texts), strict=False):
+            if len({*lines}) > 1:
+                raise MismatchError(_differing_setting(lines))
+        if len({*texts}) > 1:
+            raise MismatchError("ranks have different sets of settings; do they run one version?")
+
+    def leave(self) -> None:
+        """Tell the peers, in the next round for an offer, that this rank takes no further part.
+
+        Raises:
+            ExchangeError: As `Channel.gather`.
+        """
+        if self._broken is None:
+            self._send(Kind.OFFER, self._frame(Kind.OFFER, _Status.LEFT, b"left the exchange"))
+            self._broken = ExchangeError("this rank has left the exchange")
+
+    def _frame(self, kind: Kind, status: _Status, body: bytes) -> bytes:
+        header = _HEADER.pack(_MAGIC, _VERSION, kind, status, self._number, self._fingerprint)
+        return header + body
+
+    def _send(self, kind: Kind, frame: bytes) -> list[memoryview]:
+        if self._broken is not None:
+            raise self._broken
+        self._number += 1
+        if self._channel is None:
+            return [memoryview(frame)]
+        try:
+            return self._channel.gather(frame, self._patience, doing=_DOING[kind])
+        except ExchangeError as error:
+            self._broken = error  # peers are lost or out of step: no later round can succeed
+            raise
+
+    def _check(self, kind: Kind, frames: list[memoryview]) -> None:
+        headers = [_unpack_header(frame, rank) for rank, frame in enumerate(frames)]
+        reasons = [
+            (rank, bytes(frame[_HEADER.size :]).decode(errors="replace"))
+            for rank, (frame, (_, status, _, _)) in enumerate(zip(frames, headers, strict=True))
+            if status != _Status.READY
+        ]
+        if reasons:
+            raise PeerFailedError(reasons, doing=_DOING[kind])
+        for rank, (peer_kind, _, number, fingerprint) in enumerate(headers):
+            if (peer_kind, number) != (headers[0][0], headers[0][2]):
+                raise self._break(
+                    ProtocolError(
+                        f"rank {rank} is in round {number} ({_name(peer_kind)}), rank 0 in round "
+                        f"{headers[0][2]} ({_name(headers[0][0])}): the ranks made different calls"
+                    )
+                )
+            if fingerprint != headers[0][3] and kind != Kind.SETTINGS:
+                raise self._break(
+                    MismatchError(
+                        f"the settings of rank {rank} differ from those of rank 0; call "
+                        "compare_settings() at construction to learn which"
+                    )
+                )
+
+    def _break(self, error: ExchangeError) -> ExchangeError:
+        self._broken = error
+        return error
+
+
+def _unpack_header(frame: memoryview, rank: int) -> tuple[int, int, int, bytes]:
+    if len(frame) < _HEADER.size:
+        raise ProtocolError(f"the message of rank {rank} has only {len(frame)} bytes")
+    magic, version, kind, status, number, fingerprint = _HEADER.unpack_from(frame)
+    if magic != _MAGIC:
+        raise ProtocolError(f"the message of rank {rank} is not evenstep's: it starts with {magic}")
+    if version != _VERSION:
+        raise ProtocolError(
+            f"rank {rank} speaks version {version} of the protocol and this rank version "
+            f"{_VERSION}; install one version of evenstep-exchange everywhere"
+        )
+    return kind, status, number, fingerprint
+
+
+def _name(kind: int) -> str:
+    return _DOING.get(Kind(kind), "?") if kind in {*Kind} else f"unknown kind {kind}"
+
+
+def _differing_setting(lines: tuple[str, ...]) -> str:
+    told = ", ".join(f"rank {rank} has {line}" for rank, line in enumerate(lines[:8]))
+    return f"ranks must be set alike, but {told}{' ...' if len(lines) > 8 else ''}"
+
+
+def _reason(error: BaseException) -> bytes:
+    text = f"{type(error).__name__}: {error}"
+    if len(text) > _MAX_REASON_CHARS:
+        cut = len(text) - _MAX_REASON_CHARS
+        text = f"{text[:_MAX_REASON_CHARS]} ... ({cut} more characters on that rank)"
+    return text.encode(errors="backslashreplace")
