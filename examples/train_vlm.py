@@ -1,0 +1,171 @@
+"""Train a small vision-language model as the data comes and balanced, and compare.
+
+uv run torchrun --standalone --nproc-per-node 2 examples/train_vlm.py
+
+Both runs start from the same seed, read the same samples and take the same steps; the second puts
+a `ReorderingBuffer` in front of the loader. See `main` for what that adds to a training script.
+"""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.nn.parallel import DistributedDataParallel
+from vlm.layout import (
+    IMAGE_TOKEN,
+    MERGE_SIDE,
+    Batch,
+    images_per_sample,
+    patches_per_sample,
+    to_device,
+)
+from vlm.model import VisionLanguageModel, training_gflop
+from vlm.options import OptionError, Options, parse_options
+from vlm.ranks import Ranks, agreed, joined_ranks
+from vlm.record import RunRecord, StepRecord, Timed, gather_run
+from vlm.report import count_steps, results_table, save_picture
+from vlm.workload import Workload
+
+from evenstep.reorder_buffer import (
+    ReorderingBuffer,
+    build_module_dp_process_groups,
+    sample_cost,
+)
+
+WARM_UP_STEPS = 2  # the first steps of a process are slow, whatever it trains
+
+
+def main() -> None:
+    """Train both ways; rank 0 prints the table and saves the picture."""
+    try:
+        parsed: Options | OptionError = parse_options(sys.argv[1:])
+    except OptionError as error:
+        parsed = error
+    with joined_ranks() as ranks:
+        options = agreed(parsed, ranks)
+        console = Console(quiet=ranks.rank != 0)
+        console.print(f"{ranks.num_ranks} ranks on {ranks.device.type}, {options.steps} steps each")
+
+        warm_up = dataclasses.replace(options, steps=WARM_UP_STEPS)
+        loader = open_loader(warm_up, ranks)
+        train("warm-up", loader, loader, warm_up, ranks, Console(quiet=True))
+
+        loader = open_loader(options, ranks)
+        plain = train("as it comes", loader, loader, options, ranks, console)
+
+        loader = open_loader(options, ranks)
+        batches = balance(loader, options)
+        balanced = train("balanced", loader, batches, options, ranks, console)
+
+        if ranks.rank == 0:
+            console.print(results_table(plain, balanced))
+            save_picture(plain, balanced, options.picture)
+            console.print(f"Load per rank: {options.picture}")
+
+
+def balance(batches: Iterator[Batch], options: Options) -> Iterator[Batch]:
+    """Put the reordering buffer in front of a loader: all that evenstep adds to a training run."""
+    encoder_gflop, language_gflop = training_gflop(VisionLanguageModel(options.model))
+    dp_rank, dp_size, gloo, nccl = build_module_dp_process_groups(dist.group.WORLD, overlap=False)
+    return ReorderingBuffer(
+        batches,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        n_groups=dp_size,
+        cost_of=partial(
+            sample_cost,
+            encoder_cost_weight=encoder_gflop,
+            language_cost_weight=language_gflop,
+            image_token_id=IMAGE_TOKEN,
+            square_merge_size=MERGE_SIDE**2,
+        ),
+        dp_group_gloo=gloo,
+        dp_group_nccl=nccl,
+        overlap=False,
+        image_count_of=images_per_sample,
+        window_size=options.window,
+    )
+
+
+def train(
+    name: str,
+    loader: Timed[Batch],
+    batches: Iterator[Batch],
+    options: Options,
+    ranks: Ranks,
+    console: Console,
+) -> RunRecord:
+    """Train from the seed on `batches`, which read from `loader` or are it."""
+    torch.manual_seed(options.seed)
+    model = VisionLanguageModel(options.model).to(ranks.device)
+    gflop = training_gflop(model)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.learning_rate)
+    records = []
+    for _ in count_steps(name, options.steps, console):
+        start, loader_start = time.perf_counter(), loader.seconds
+        batch = next(batches)
+        exchange_s = time.perf_counter() - start - (loader.seconds - loader_start)
+        loss_sum, loss_tokens = train_step(ddp, optimizer, to_device(batch, ranks.device), ranks)
+        step_s = time.perf_counter() - start
+        home_rank = batch["sample_index"] // options.batch_size % ranks.num_ranks
+        records.append(
+            StepRecord(
+                step_s=step_s,
+                exchange_s=exchange_s,
+                load_gflop=load_of(batch, gflop),
+                samples=len(home_rank),
+                moved_samples=int((home_rank != ranks.rank).sum()),
+                loss_sum=loss_sum,
+                loss_tokens=loss_tokens,
+            )
+        )
+    return gather_run(records, ranks)
+
+
+def train_step(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, batch: Batch, ranks: Ranks
+) -> tuple[float, float]:
+    """Take one optimizer step; return this rank's summed loss and the tokens it is summed over.
+
+    The gradient is that of the mean over the tokens of the *global* batch. A mean over each rank's
+    own tokens would weigh a token by the rank it was sent to, and balancing would change the model.
+    """
+    loss_tokens = batch["loss_mask"].sum()
+    global_tokens = loss_tokens.clone()
+    dist.all_reduce(global_tokens)
+    loss_sum = model(batch)
+    # DistributedDataParallel divides the sum of the ranks' gradients by their number.
+    (loss_sum * ranks.num_ranks / global_tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_sum.item(), loss_tokens.item()  # `item` waits until a GPU has finished the step
+
+
+def load_of(batch: Batch, gflop: tuple[float, float]) -> float:
+    """Return the work of a micro-batch in GFLOP, given that of a patch and of a token."""
+    patches = int(patches_per_sample(batch).sum())
+    tokens = int(batch["attention_mask"].sum())
+    return patches * gflop[0] + tokens * gflop[1]
+
+
+def open_loader(options: Options, ranks: Ranks) -> Timed[Batch]:
+    """Start this rank's share of the stream from its beginning."""
+    workload = Workload(seed=options.seed, scale=options.scale, image_sizes=options.image_sizes)
+    return Timed(
+        workload.micro_batches(
+            rank=ranks.rank,
+            num_ranks=ranks.num_ranks,
+            batch_size=options.batch_size,
+            num_batches=options.steps,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The command line of `train_vlm.py`; every option is checked before anything is started."""
+
+import argparse
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from vlm.model import HEAD_DIM, ModelConfig
+from vlm.traces import ImageSize, read_image_sizes
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+DESCRIPTION = """
+Train a small vision-language model twice from the same seed: as the data comes, and with every
+micro-batch balanced over the ranks. Start it with torchrun, on any number of ranks: it uses GPUs
+where each rank has its own, and CPU cores otherwise. Without torchrun it runs as a single rank,
+which has nobody to share work with.
+"""
+SOURCES = """
+The built-in tables of sizes: patches of the scanned receipts of ICDAR 2019 SROIE, and tokens per
+request of the Azure LLM inference trace 2023, conversation (AzurePublicDataset, CC BY 4.0).
+"""
+
+
+class OptionError(ValueError):
+    """An option that cannot work; the message is one line that says why and what would."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The checked options; see `--help`."""
+
+    steps: int
+    batch_size: int
+    window: int
+    scale: int
+    model: ModelConfig
+    learning_rate: float
+    seed: int
+    image_sizes: tuple[ImageSize, ...]
+    picture: Path
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves errors to the caller, and lets only rank 0 answer `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OptionError(f"{message} (see --help)")
+
+    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            super().print_help(file)
+
+
+def parse_options(arguments: list[str]) -> Options:
+    """Parse and check the command line.
+
+    Raises:
+        OptionError: If an option cannot work.
+    """
+    given = _parser().parse_args(arguments)
+    for name in ("steps", "window", "scale", "depth"):
+        _require(getattr(given, name) >= 1, f"--{name} is {getattr(given, name)}: at least 1")
+    _require(
+        given.batch_size >= 2,
+        f"--batch-size is {given.batch_size}: at least 2, as ranks with one sample each could "
+        "only swap them",
+    )
+    _require(
+        given.steps % given.window == 0,
+        f"--window is {given.window}: must divide --steps, which is {given.steps}",
+    )
+    _require(
+        given.width >= HEAD_DIM and given.width % HEAD_DIM == 0,
+        f"--width is {given.width}: a multiple of {HEAD_DIM}, the size of an attention head",
+    )
+    _require(
+        0 < given.learning_rate < 1,
+        f"--learning-rate is {given.learning_rate}: above 0 and below 1",
+    )
+    _require(given.seed >= 0, f"--seed is {given.seed}: at least 0")
+    return Options(
+        model=ModelConfig(width=given.width, depth=given.depth),
+        image_sizes=_image_sizes(getattr(given, "trace", None)),
+        picture=_writable(given.picture),
+        steps=given.steps,
+        batch_size=given.batch_size,
+        window=given.window,
+        scale=given.scale,
+        learning_rate=given.learning_rate,
+        seed=given.seed,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="torchrun --standalone --nproc-per-node 2 examples/train_vlm.py",
+        description=DESCRIPTION,
+        epilog=SOURCES,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--steps", type=int, default=40, help="optimizer steps of each of the two runs")
+    add("--batch-size", type=int, default=4, help="samples per rank and step")
+    add(
+        "--window",
+        type=int,
+        default=1,
+        help="steps whose micro-batches are exchanged together; each step is balanced by itself",
+    )
+    add(
+        "--scale",
+        type=int,
+        default=64,
+        help="divide the traces' patches and text tokens by this; 1 trains on real sizes",
+    )
+    add("--width", type=int, default=192, help=f"model width, a multiple of {HEAD_DIM}")
+    add("--depth", type=int, default=4, help="blocks of the encoder and of the language model")
+    add("--learning-rate", type=float, default=1e-3, help="learning rate of AdamW")
+    add("--seed", type=int, default=1234, help="seed of the weights and of the data")
+    add(
+        "--trace",
+        type=Path,
+        default=argparse.SUPPRESS,
+        metavar="FILE",
+        help="draw images from this CSV file of width,height in pixels (default: a built-in table)",
+    )
+    add(
+        "--picture",
+        type=Path,
+        default=Path("out/train_vlm.png"),
+        metavar="FILE",
+        help="where to save the picture of the load per rank, a PNG",
+    )
+    return parser
+
+
+def _image_sizes(trace: Path | None) -> tuple[ImageSize, ...]:
+    if trace is None:
+        return ()
+    try:
+        return read_image_sizes(trace)
+    except ValueError as error:
+        raise OptionError(f"--trace: {error}") from error
+
+
+def _writable(picture: Path) -> Path:
+    _require(picture.suffix == ".png", f"--picture is {picture}: the name must end in .png")
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--picture: cannot make {picture.parent}: {error.strerror}") from error
+    return picture
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise OptionError(message)
