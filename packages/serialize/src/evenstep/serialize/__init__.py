@@ -21,8 +21,9 @@ from evenstep.serialize.nested import (
     flatten_nested,
     unflatten_nested,
 )
-from evenstep.serialize.packing import pack_samples, unpack_sample
+from evenstep.serialize.packing import pack_samples
 from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema
+from evenstep.serialize.unpacking import unpack_sample, unpack_samples
 
 __all__ = [
     "ALIGNMENT",
@@ -52,4 +53,5 @@ __all__ = [
     "unflatten_nested",
     "unfold_values",
     "unpack_sample",
+    "unpack_samples",
 ]

@@ -19,9 +19,10 @@ from evenstep.serialize.dtypes import aligned
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_NBYTES
 from evenstep.serialize.nested import NestedSample
-from evenstep.serialize.packing import describe, sample_region, write_tensors
+from evenstep.serialize.packing import describe, write_tensors
 from evenstep.serialize.tree_reader import TreeReader
 from evenstep.serialize.tree_writer import TreeWriter
+from evenstep.serialize.unpacking import sample_region
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -9,8 +9,9 @@ from torch import Tensor
 from evenstep.serialize.dtypes import dtype_of_name
 from evenstep.serialize.layout import refusal, sample_layout
 from evenstep.serialize.nested import FlatSample, Leaf
-from evenstep.serialize.packing import view_fields, write_tensors
-from evenstep.serialize.schema import PlacedField, place_fields
+from evenstep.serialize.packing import write_tensors
+from evenstep.serialize.placement import PlacedField, place_fields
+from evenstep.serialize.unpacking import FieldViews, sample_region
 
 
 class TensorMeta(TypedDict):
@@ -120,7 +121,8 @@ def deserialize_sample(
         ValueError: If the metadata is not that of a sample.
     """
     placed, nbytes = _place(meta, keys)
-    tensors = dict(view_fields(buf, placed, nbytes, offset))
+    views = FieldViews(sample_region(buf, nbytes, offset))
+    tensors = {field.key: views.tensor(field) for field in placed}
     flat: FlatSample = {}
     for key, entry in meta.items():
         if entry is None:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT
-from evenstep.serialize.errors import DecodeError
-from evenstep.serialize.layout import TensorSample, sample_layout
-from evenstep.serialize.schema import PlacedField, SampleLayout
+from evenstep.serialize.layout import sample_layout
+from evenstep.serialize.schema import SampleLayout
 
 # From this size on, Tensor.copy_ (several threads) beats memmove (one thread, but 0.5 us against
 # 5 us before the first byte moves).
@@ -51,51 +50,56 @@ def pack_samples(
         layouts = [sample_layout(flat) for flat in flats]
     elif len(layouts) != len(flats):
         raise ValueError(f"{len(layouts)} layouts for {len(flats)} samples; give one for each")
-    fields: list[tuple[Tensor, int]] = []
-    start = 0
-    for index, (flat, layout) in enumerate(zip(flats, layouts, strict=True)):
-        _collect(fields, flat, layout, start, index)
-        start += layout.nbytes
-    device = fields[0][0].device if fields else torch.device("cpu")
+    nbytes = sum([layout.nbytes for layout in layouts])
     if out is None:
-        out = torch.empty(start, dtype=torch.uint8, device=device)
+        out = torch.empty(nbytes, dtype=torch.uint8, device=_device_of(flats))
     else:
-        _check_out(out, start, fields)
-    write_tensors(out, fields)
+        _check_out(out, nbytes)
+    write_tensors(out, _checked_tensors(flats, layouts))
     return out
 
 
-def _collect(
-    fields: list[tuple[Tensor, int]],
-    flat: Mapping[str, Tensor | None],
-    layout: SampleLayout,
-    start: int,
-    index: int,
-) -> None:
-    """Append the tensors of one sample with their places, checked against its layout."""
-    for key, dtype, shape, _, _, offset, _ in layout.placed:
-        tensor = flat.get(key)
-        # The bytes are copied by address, so nothing may differ from the layout.
-        if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
-            raise ValueError(
-                f"sample {index}, field {key!r}: {describe(tensor)} where the layout has a tensor "
-                f"of {dtype} {list(shape)}; compute the layout of this sample"
-            )
-        fields.append((tensor, start + offset))
-    expected = len(layout.placed) + len(layout.schema.none_keys)
-    if len(flat) != expected or any(flat.get(key) is not None for key in layout.schema.none_keys):
-        raise ValueError(f"sample {index} has not the keys of its layout {layout.schema.keys}")
+def _device_of(flats: Iterable[Mapping[str, Tensor | None]]) -> torch.device:
+    """Return the device of the first tensor."""
+    for flat in flats:
+        for value in flat.values():
+            if value is not None:
+                return value.device
+    return torch.device("cpu")
 
 
-def _check_out(out: Tensor, nbytes: int, fields: list[tuple[Tensor, int]]) -> None:
+def _checked_tensors(
+    flats: Sequence[Mapping[str, Tensor | None]], layouts: Sequence[SampleLayout]
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield each tensor with its place in the buffer, checked against the layout.
+
+    The bytes are copied by address, so nothing may differ from what the layout says.
+    """
+    start = 0
+    for index, (flat, layout) in enumerate(zip(flats, layouts, strict=True)):
+        for key, dtype, shape, _, _, offset, _ in layout.placed:
+            tensor = flat.get(key)
+            if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
+                raise ValueError(
+                    f"sample {index}, field {key!r}: {describe(tensor)} where the layout has a "
+                    f"tensor of {dtype} {list(shape)}; compute the layout of this sample"
+                )
+            yield tensor, start + offset
+        none_keys = layout.schema.none_keys
+        if len(flat) != len(layout.placed) + len(none_keys) or any(
+            flat.get(key) is not None for key in none_keys
+        ):
+            raise ValueError(f"sample {index} has other keys than its layout: {list(flat)}")
+        start += layout.nbytes
+
+
+def _check_out(out: Tensor, nbytes: int) -> None:
     if out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out is {describe(out)}; it must be a contiguous 1-D uint8 tensor")
     if out.numel() != nbytes:
         raise ValueError(f"out has {out.numel()} bytes, the samples take {nbytes}; give that slice")
     if out.storage_offset() % ALIGNMENT or out.data_ptr() % ALIGNMENT:
         raise ValueError(f"out starts at address {out.data_ptr()}, not a multiple of {ALIGNMENT}")
-    if fields and fields[0][0].device != out.device:
-        raise ValueError(f"out is on {out.device}, the samples are on {fields[0][0].device}")
 
 
 def describe(value: object) -> str:
@@ -105,7 +109,7 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
 
 
-def write_tensors(out: Tensor, fields: Sequence[tuple[Tensor, int]]) -> None:
+def write_tensors(out: Tensor, fields: Iterable[tuple[Tensor, int]]) -> None:
     """Copy tensors to their places in ``out`` and zero the padding after each.
 
     Args:
@@ -129,12 +133,11 @@ def _write_by_address(out: Tensor, fields: Iterable[tuple[Tensor, int]]) -> None
         if not tensor.is_cpu:
             raise ValueError(_device_rule(tensor, out))
         nbytes = tensor.nbytes
-        if tensor.is_neg() or tensor.is_conj():
-            tensor = resolved(tensor)  # noqa: PLW2901 - the same values, materialized
-        if nbytes < _LARGE_NBYTES and tensor.is_contiguous():
+        plain = not (tensor.is_neg() or tensor.is_conj())
+        if nbytes < _LARGE_NBYTES and plain and tensor.is_contiguous():
             ctypes.memmove(base + start, tensor.data_ptr(), nbytes)
         else:
-            bits = tensor.view(_BITS[tensor.itemsize])
+            bits = resolved(tensor).view(_BITS[tensor.itemsize])
             place = out[start : start + nbytes].view(bits.dtype)
             place.view(bits.shape).copy_(bits)
         if nbytes % ALIGNMENT:
@@ -167,67 +170,3 @@ def _device_rule(tensor: Tensor, out: Tensor) -> str:
         f"a {describe(tensor)} is on {tensor.device}, the buffer on {out.device}; "
         "move the whole batch to one device first"
     )
-
-
-def unpack_sample(buffer: Tensor, layout: SampleLayout, offset: int = 0) -> TensorSample:
-    """Return one sample of a buffer as views, without a copy.
-
-    Args:
-        buffer: Contiguous 1-D ``uint8``, on any device.
-        layout: The sample's layout.
-        offset: Where the sample starts in ``buffer``, in bytes. If its address is not a multiple
-            of ``ALIGNMENT``, the views are of a copy of the sample.
-
-    Returns:
-        Key -> view of ``buffer``, then key -> ``None``; each sorted.
-
-    Raises:
-        DecodeError: If the buffer ends before the sample does.
-        ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
-    """
-    flat: TensorSample = dict(view_fields(buffer, layout.placed, layout.nbytes, offset))
-    for key in layout.schema.none_keys:
-        flat[key] = None
-    return flat
-
-
-def view_fields(
-    buffer: Tensor, placed: Iterable[PlacedField], nbytes: int, offset: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the key and the view of each placed field (see :func:`unpack_sample`)."""
-    region = sample_region(buffer, nbytes, offset)
-    start = region.storage_offset()
-    typed: dict[torch.dtype, Tensor] = {}
-    for key, dtype, shape, strides, first, _, _ in placed:
-        base = typed.get(dtype)
-        if base is None:
-            base = typed[dtype] = region.view(dtype)
-        # One operator, where slicing and viewing are three. It counts from the storage's start.
-        yield key, base.as_strided(shape, strides, start // dtype.itemsize + first)
-
-
-def sample_region(buffer: Tensor, nbytes: int, offset: int) -> Tensor:
-    """Return the bytes of one sample, at an aligned place of their storage.
-
-    Args:
-        buffer: Contiguous 1-D ``uint8``.
-        nbytes: Bytes of the sample, a multiple of ``ALIGNMENT``.
-        offset: Where the sample starts in ``buffer``.
-
-    Raises:
-        DecodeError: If the buffer ends before the sample does.
-        ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
-    """
-    if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise ValueError(f"buffer is {describe(buffer)}; it must be a contiguous 1-D uint8 tensor")
-    if offset < 0:
-        raise ValueError(f"offset is {offset}; it must be >= 0")
-    if offset + nbytes > buffer.numel():
-        raise DecodeError(
-            f"buffer of {buffer.numel()} bytes ends before the sample of {nbytes} bytes at byte "
-            f"{offset}"
-        )
-    region = buffer[offset : offset + nbytes]
-    if region.storage_offset() % ALIGNMENT or region.data_ptr() % ALIGNMENT:
-        region = region.clone()
-    return region

@@ -1,16 +1,15 @@
 """What samples have in common, the schema, and where a sample's bytes lie, the layout."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import prod
-from typing import NamedTuple
 
 import torch
 
-from evenstep.serialize.dtypes import DTYPE_CODES, DTYPES, aligned, supported_names
+from evenstep.serialize.dtypes import DTYPE_CODES, DTYPES, supported_names
 from evenstep.serialize.errors import DecodeError
-from evenstep.serialize.limits import MAX_FIELDS, MAX_KEY_BYTES, MAX_NBYTES, MAX_NDIM
+from evenstep.serialize.limits import MAX_FIELDS, MAX_KEY_BYTES, MAX_NDIM
+from evenstep.serialize.placement import PlacedField, place_fields
 from evenstep.serialize.wire import Reader, write_text, write_varint
 
 
@@ -149,28 +148,6 @@ class SampleSchema:
             raise DecodeError(f"schema: {error}") from None
 
 
-class PlacedField(NamedTuple):
-    """One tensor of a sample and its place in the sample's bytes.
-
-    Attributes:
-        key: The flat key.
-        dtype: A supported dtype.
-        shape: The sizes.
-        strides: Those of a contiguous tensor of this shape, in elements.
-        first: The first element, counted in elements of ``dtype`` from the sample's start.
-        offset: The first byte, counted from the sample's start.
-        nbytes: Bytes without padding.
-    """
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    first: int
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLayout:
     """A schema with sizes: where each field of a sample lies.
@@ -196,10 +173,10 @@ class SampleLayout:
         if len(dims) != schema.num_dims:
             raise ValueError(f"{len(dims)} sizes given for a schema of {schema.num_dims}")
         entries = []
-        position = 0
+        end = 0
         for spec in schema.fields:
-            entries.append((spec.key, spec.dtype, dims[position : position + spec.ndim]))
-            position += spec.ndim
+            start, end = end, end + spec.ndim
+            entries.append((spec.key, spec.dtype, dims[start:end]))
         placed, nbytes = place_fields(entries)
         return cls(schema=schema, dims=dims, placed=placed, nbytes=nbytes)
 
@@ -219,58 +196,6 @@ class SampleLayout:
         for size in self.dims:
             write_varint(out, size)
         return bytes(out)
-
-
-def place_fields(
-    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
-) -> tuple[tuple[PlacedField, ...], int]:
-    """Lay fields end to end, each at the next multiple of ``ALIGNMENT``.
-
-    Args:
-        entries: Key, dtype and shape of each field, in order.
-
-    Returns:
-        The fields in the same order, and the bytes of all, padding included.
-
-    Raises:
-        ValueError: If a size is not a non-negative integer, or a field or the whole is larger
-            than ``MAX_NBYTES``.
-    """
-    placed = []
-    end = 0
-    for key, dtype, shape in entries:
-        nbytes = tensor_nbytes(key, dtype, shape)
-        strides = contiguous_strides(shape)
-        placed.append(PlacedField(key, dtype, shape, strides, end // dtype.itemsize, end, nbytes))
-        end += aligned(nbytes)
-        if end > MAX_NBYTES:
-            raise ValueError(f"sample exceeds {MAX_NBYTES} bytes at field {key!r}")
-    return tuple(placed), end
-
-
-def tensor_nbytes(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor.
-
-    Raises:
-        ValueError: If a size is not a non-negative integer, or the product of the sizes other
-            than 0 exceeds ``MAX_NBYTES`` (so that strides stay within int64 as well).
-    """
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"field {key!r} has the shape {shape}; sizes must be integers >= 0")
-    largest = prod([size or 1 for size in shape]) * dtype.itemsize
-    if largest > MAX_NBYTES:
-        raise ValueError(f"field {key!r} of shape {shape} exceeds {MAX_NBYTES} bytes")
-    return 0 if 0 in shape else largest
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor, in elements, as torch computes them."""
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size or 1
-    return tuple(reversed(strides))
 
 
 def _read_field(reader: Reader) -> FieldSpec:

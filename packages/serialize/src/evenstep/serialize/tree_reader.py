@@ -3,16 +3,16 @@
 import ctypes
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT, aligned
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_DEPTH, MAX_FIELDS, MAX_KEY_BYTES, MAX_NBYTES, MAX_VALUES
 from evenstep.serialize.nested import Leaf, NestedSample
-from evenstep.serialize.packing import sample_region
-from evenstep.serialize.schema import contiguous_strides, read_dtype, read_ndim, tensor_nbytes
+from evenstep.serialize.placement import place_fields
+from evenstep.serialize.schema import read_dtype, read_ndim
 from evenstep.serialize.tree_writer import DICT, FLOAT64, int_nbytes
+from evenstep.serialize.unpacking import FieldViews, sample_region
 from evenstep.serialize.wire import Reader
 
 
@@ -24,12 +24,12 @@ class TreeReader:
         payload: 1-D ``uint8``, on the CPU. If its address is not aligned it is copied, once.
     """
 
-    __slots__ = ("_end", "_num_tensors", "_num_values", "_payload", "_reader", "_typed")
+    __slots__ = ("_end", "_num_tensors", "_num_values", "_payload", "_reader", "_views")
 
     def __init__(self, tree: bytes, payload: Tensor) -> None:
         self._reader = Reader(tree, "tree")
         self._payload = sample_region(payload, payload.numel(), 0)
-        self._typed: dict[torch.dtype, Tensor] = {}
+        self._views = FieldViews(self._payload)
         self._end = 0
         self._num_values = 0
         self._num_tensors = 0
@@ -120,15 +120,11 @@ class TreeReader:
         dtype = read_dtype(reader)
         shape = tuple([reader.varint() for _ in range(read_ndim(reader))])
         try:
-            nbytes = tensor_nbytes("", dtype, shape)
+            (field,), _ = place_fields([("", dtype, shape)])
         except ValueError:
             raise reader.error(f"tensor of shape {shape} exceeds {MAX_NBYTES} bytes") from None
-        start = self._claim(nbytes)
-        base = self._typed.get(dtype)
-        if base is None:
-            base = self._typed[dtype] = self._payload.view(dtype)
-        first = (self._payload.storage_offset() + start) // dtype.itemsize
-        return base.as_strided(shape, contiguous_strides(shape), first)
+        start = self._claim(field.nbytes)
+        return self._views.tensor(field, start)
 
     def _claim(self, nbytes: int) -> int:
         """Return the start of the next tensor's bytes, checked with the padding behind them."""

@@ -1,0 +1,80 @@
+"""Where tensors lie when they are laid end to end."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from evenstep.serialize.dtypes import ALIGNMENT
+from evenstep.serialize.limits import MAX_NBYTES
+
+
+class PlacedField(NamedTuple):
+    """One tensor of a sample and its place in the sample's bytes.
+
+    Attributes:
+        key: The flat key.
+        dtype: A supported dtype.
+        shape: The sizes.
+        strides: Those of a contiguous tensor of this shape, in elements.
+        first: The first element, counted in elements of ``dtype`` from the sample's start.
+        offset: The first byte, counted from the sample's start.
+        nbytes: Bytes without padding.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    offset: int
+    nbytes: int
+
+
+def place_fields(
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+) -> tuple[tuple[PlacedField, ...], int]:
+    """Lay fields end to end, each at the next multiple of ``ALIGNMENT``.
+
+    Args:
+        entries: Key, dtype and shape of each field, in order.
+
+    Returns:
+        The fields in the same order, and the bytes of all, padding included.
+
+    Raises:
+        ValueError: If a size is not an integer >= 0, or a field or the whole is larger than
+            ``MAX_NBYTES``.
+    """
+    placed = []
+    end = 0
+    for key, dtype, shape in entries:
+        itemsize = dtype.itemsize
+        strides, numel = _strides_and_span(shape)
+        if numel * itemsize > MAX_NBYTES:
+            raise ValueError(f"field {key!r} of shape {tuple(shape)} exceeds {MAX_NBYTES} bytes")
+        nbytes = 0 if 0 in shape else numel * itemsize
+        placed.append(PlacedField(key, dtype, shape, strides, end // itemsize, end, nbytes))
+        end += nbytes + -nbytes % ALIGNMENT
+        if end > MAX_NBYTES:
+            raise ValueError(f"sample exceeds {MAX_NBYTES} bytes at field {key!r}")
+    return tuple(placed), end
+
+
+def _strides_and_span(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
+    """Return the strides of a contiguous tensor as torch computes them, and the product of sizes.
+
+    A size of 0 counts as 1 in both, so that a bound on the product bounds the strides too.
+
+    Raises:
+        ValueError: If a size is not an integer >= 0.
+    """
+    strides = []
+    span = 1
+    for size in reversed(shape):
+        if type(size) is not int or size < 0:
+            raise ValueError(f"shape {tuple(shape)} has the size {size!r}; sizes are ints >= 0")
+        strides.append(span)
+        span *= size or 1
+    strides.reverse()
+    return tuple(strides), span

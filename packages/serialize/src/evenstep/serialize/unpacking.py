@@ -1,0 +1,113 @@
+"""Views of a buffer as the tensors of samples, without a copy."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from evenstep.serialize.dtypes import ALIGNMENT
+from evenstep.serialize.errors import DecodeError
+from evenstep.serialize.layout import TensorSample
+from evenstep.serialize.packing import describe
+from evenstep.serialize.placement import PlacedField
+from evenstep.serialize.schema import SampleLayout
+
+
+def unpack_sample(buffer: Tensor, layout: SampleLayout, offset: int = 0) -> TensorSample:
+    """Return one sample of a buffer as views, without a copy.
+
+    Args:
+        buffer: Contiguous 1-D ``uint8``, on any device.
+        layout: The sample's layout.
+        offset: Where the sample starts in ``buffer``, in bytes. If its address is not a multiple
+            of ``ALIGNMENT``, the views are of a copy of the sample.
+
+    Returns:
+        Key -> view of ``buffer``, then key -> ``None``; each sorted.
+
+    Raises:
+        DecodeError: If the buffer ends before the sample does.
+        ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
+    """
+    return FieldViews(sample_region(buffer, layout.nbytes, offset)).sample(layout)
+
+
+def unpack_samples(
+    buffer: Tensor, layouts: Sequence[SampleLayout], offset: int = 0
+) -> list[TensorSample]:
+    """Return samples that lie end to end as views: :func:`unpack_sample` of each, and faster.
+
+    Args:
+        buffer: Contiguous 1-D ``uint8``, on any device.
+        layouts: The layouts of the samples, in order.
+        offset: Where the first sample starts in ``buffer``, in bytes.
+
+    Raises:
+        DecodeError: If the buffer ends before the samples do.
+        ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
+    """
+    nbytes = sum([layout.nbytes for layout in layouts])
+    views = FieldViews(sample_region(buffer, nbytes, offset))
+    samples = []
+    start = 0
+    for layout in layouts:
+        samples.append(views.sample(layout, start))
+        start += layout.nbytes
+    return samples
+
+
+def sample_region(buffer: Tensor, nbytes: int, offset: int) -> Tensor:
+    """Return the bytes of samples, at an aligned place of their storage.
+
+    Args:
+        buffer: Contiguous 1-D ``uint8``.
+        nbytes: Bytes of the samples, a multiple of ``ALIGNMENT``.
+        offset: Where the first sample starts in ``buffer``.
+
+    Raises:
+        DecodeError: If the buffer ends before the samples do.
+        ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
+    """
+    if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise ValueError(f"buffer is {describe(buffer)}; it must be a contiguous 1-D uint8 tensor")
+    if offset < 0:
+        raise ValueError(f"offset is {offset}; it must be >= 0")
+    if offset + nbytes > buffer.numel():
+        raise DecodeError(
+            f"buffer of {buffer.numel()} bytes ends before the {nbytes} bytes at byte {offset} do"
+        )
+    region = buffer[offset : offset + nbytes]
+    if region.storage_offset() % ALIGNMENT or region.data_ptr() % ALIGNMENT:
+        region = region.clone()
+    return region
+
+
+class FieldViews:
+    """Makes views of one region; each dtype's view of the whole region is made once.
+
+    Args:
+        region: From :func:`sample_region`.
+    """
+
+    __slots__ = ("_region", "_start", "_typed")
+
+    def __init__(self, region: Tensor) -> None:
+        self._region = region
+        self._start = region.storage_offset()
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def sample(self, layout: SampleLayout, start: int = 0) -> TensorSample:
+        """Return the tensors and ``None`` values of a sample ``start`` bytes into the region."""
+        flat: TensorSample = {field.key: self.tensor(field, start) for field in layout.placed}
+        for key in layout.schema.none_keys:
+            flat[key] = None
+        return flat
+
+    def tensor(self, field: PlacedField, start: int = 0) -> Tensor:
+        """Return one tensor of a sample ``start`` bytes into the region, a multiple of 8."""
+        _, dtype, shape, strides, first, _, _ = field
+        base = self._typed.get(dtype)
+        if base is None:
+            base = self._typed[dtype] = self._region.view(dtype)
+        # One operator, where slicing and viewing are three. It counts from the storage's start.
+        return base.as_strided(shape, strides, (self._start + start) // dtype.itemsize + first)
