@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, get_args
 
-from evenstep.balance.packing_fill import best_fit_decreasing
+from evenstep.balance.packing_arrival import arrival_microbatches
+from evenstep.balance.packing_bounds import step_bound
 from evenstep.balance.packing_load import SequenceLoad
 from evenstep.balance.packing_plan import PackingPlan, finished_plan
 from evenstep.balance.packing_problem import PackingProblem, Synchronize
+from evenstep.balance.packing_search import balanced_microbatches
 
 PackingStrategy: TypeAlias = Literal["balanced", "arrival"]
 """How bins are filled: balanced (ours), or in arrival order as Megatron-Core's `dp_balanced`."""
@@ -67,38 +69,9 @@ def plan_packing(
         )
     if strategy not in get_args(PackingStrategy):
         raise ValueError(f"strategy is {strategy!r}; it must be one of {get_args(PackingStrategy)}")
-    bins = best_fit_decreasing(
-        problem.lengths, capacity=problem.capacity, max_sequences=problem.max_sequences
-    )
-    wanted = problem.num_ranks * problem.multiple
-    count = -(-len(bins) // wanted) * wanted
-    if count > len(problem.lengths):
-        raise ValueError(
-            f"{len(problem.lengths)} sequences need {len(bins)} bins of {capacity} tokens, which "
-            f"{num_ranks} ranks x a multiple of {microbatch_multiple} round up to {count}, and no "
-            "bin may be empty; pass more sequences, or raise the capacity"
-        )
-    loads = [sum(problem.loads[i] for i in b) for b in bins]
-    while len(bins) < count:
-        costliest = max(
-            (b for b in range(len(bins)) if len(bins[b]) > 1), key=lambda b: (loads[b], -b)
-        )
-        moved: list[int] = []
-        load_moved = 0
-        for index in bins[costliest][1:]:
-            if 2 * (load_moved + problem.loads[index]) <= loads[costliest] or not moved:
-                moved.append(index)
-                load_moved += problem.loads[index]
-        bins[costliest] = [i for i in bins[costliest] if i not in moved]
-        loads[costliest] -= load_moved
-        bins.append(moved)
-        loads.append(load_moved)
-    order = sorted(range(count), key=lambda b: (-loads[b], b))
-    ranks = problem.num_ranks
-    microbatches = [[bins[b] for b in order[m : m + ranks]] for m in range(0, count, ranks)]
-    return finished_plan(
-        problem,
-        microbatches,
-        lower_bound=-(-sum(problem.loads) // ranks),
-        fewest_microbatches=problem.multiple * -(-sum(problem.lengths) // (capacity * wanted)),
-    )
+    bound = step_bound(problem)
+    if strategy == "arrival":
+        microbatches = arrival_microbatches(problem)
+    else:
+        microbatches = balanced_microbatches(problem, extra=extra_microbatches, bound=bound)
+    return finished_plan(problem, microbatches, lower_bound=bound)

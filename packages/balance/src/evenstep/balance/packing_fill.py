@@ -1,35 +1,88 @@
-"""Fewest bins: best-fit decreasing, and the splitting that reaches a wanted number of bins."""
+"""Few bins of few tokens and little load: best-fit decreasing, and splitting to a count."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from math import isqrt
+
+from evenstep.balance.packing_problem import PackingProblem
+
+Sequences = list[int]
+"""Indices of the sequences of one bin."""
 
 
-def best_fit_decreasing(
-    lengths: Sequence[int], *, capacity: int, max_sequences: int
-) -> list[list[int]]:
+def fill_bins(problem: PackingProblem, level: int | None = None) -> list[Sequences]:
     """Pack sequences into few bins: longest first, each into the fullest bin that holds it.
 
-    Uses at most 11/9 of the fewest bins plus 6/9 when `max_sequences` does not bind (Dosa et al.
-    2013). O(n log n) comparisons: the open bins stay sorted by the room they have left.
+    With a level, bins also have a limit of load. Bins open in groups of one per rank; a group's
+    limit is the level, or the load of its first and longest sequence where that is more. As the
+    load grows with the length, tokens and load left in a bin come down to one number, the longest
+    sequence that still fits, and one sorted list serves both limits: O(n log n) comparisons.
+
+    Without a level, this is best-fit decreasing: at most 11/9 of the fewest bins plus 6/9
+    (Dosa et al. 2013, "Tight absolute bound for first fit decreasing bin-packing"; the same
+    worst case holds for best fit), if `max_sequences` does not bind.
 
     Args:
-        lengths: Tokens of each sequence, each at most `capacity`.
-        capacity: Most tokens of a bin.
-        max_sequences: Most sequences of a bin.
+        problem: Lengths, loads and limits.
+        level: Load, in the problem's units, that bins should not exceed.
 
     Returns:
-        Sequence indices of each bin, in the order of opening; ties go to the lower index.
+        Bins in the order of opening; ties go to the lower index.
     """
-    bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (room, bin) of the open bins, ascending
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    lengths, loads, capacity = problem.lengths, problem.loads, problem.capacity
+    bins: list[Sequences] = []
+    tokens: list[int] = []
+    load_left: list[int] = []
+    rooms: list[tuple[int, int]] = []  # (longest sequence that fits, bin), ascending
+    limit = 0
+    for index in problem.longest_first:
         at = bisect_left(rooms, (lengths[index], -1))
         if at < len(rooms):
-            room, target = rooms.pop(at)
+            target = rooms.pop(at)[1]
         else:
-            room, target = capacity, len(bins)
+            target = len(bins)
+            if level is not None and target % problem.num_ranks == 0:
+                limit = max(level, loads[index])
             bins.append([])
+            tokens.append(0)
+            load_left.append(limit)
         bins[target].append(index)
-        if room > lengths[index] and len(bins[target]) < max_sequences:
-            insort(rooms, (room - lengths[index], target))
+        tokens[target] += lengths[index]
+        room = capacity - tokens[target]
+        if level is not None:
+            load_left[target] -= loads[index]
+            room = min(room, longest_of_load(problem, load_left[target]))
+        if room > 0 and len(bins[target]) < problem.max_sequences:
+            insort(rooms, (room, target))
     return bins
+
+
+def longest_of_load(problem: PackingProblem, load: int) -> int:
+    """Return the length of the longest sequence whose load is at most `load` (in units)."""
+    a, b = problem.linear, problem.quadratic
+    return (isqrt(a * a + 4 * b * load) - a) // (2 * b) if b else load // a
+
+
+def split_costliest(problem: PackingProblem, bins: list[Sequences], count: int) -> list[Sequences]:
+    """Return `count` bins: the costliest of several sequences is halved until there are as many.
+
+    Args:
+        problem: Loads of the sequences.
+        bins: At most `count` bins; they are left as they are.
+        count: At most the number of sequences.
+    """
+    split = [list(b) for b in bins]
+    loads = [problem.load_of(b) for b in split]
+    while len(split) < count:
+        costliest = max(
+            (b for b in range(len(split)) if len(split[b]) > 1), key=lambda b: (loads[b], -b)
+        )
+        halves: tuple[Sequences, Sequences] = ([], [])
+        sums = [0, 0]
+        for index in sorted(split[costliest], key=lambda i: (-problem.loads[i], i)):
+            lighter = int(sums[1] < sums[0])
+            halves[lighter].append(index)
+            sums[lighter] += problem.loads[index]
+        split[costliest], loads[costliest] = halves[0], sums[0]
+        split.append(halves[1])
+        loads.append(sums[1])
+    return split

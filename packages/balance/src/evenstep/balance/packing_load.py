@@ -1,7 +1,6 @@
 """What one sequence costs when it is packed: a linear plus a quadratic term, kept exact."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational
@@ -69,8 +68,3 @@ class SequenceLoad:
         linear, quadratic = Fraction(self.linear), Fraction(self.quadratic)
         scale = math.lcm(linear.denominator, quadratic.denominator)
         return int(linear * scale), int(quadratic * scale), scale
-
-    def units(self, lengths: Iterable[int]) -> list[int]:
-        """Return the loads of `lengths`, each times the scale of `integers()`: exact integers."""
-        linear, quadratic, _ = self.integers()
-        return [(linear + quadratic * length) * length for length in lengths]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from evenstep.balance.packing_bounds import fewest_microbatches
 from evenstep.balance.packing_problem import PackingProblem, Synchronize
 
 Bin: TypeAlias = tuple[int, ...]
@@ -24,9 +25,8 @@ class PackingPlan:
         step_load: What the step waits for: the sum over micro-batches of the largest load, or,
             if only the step synchronises, the largest total of a rank.
         ideal_load: Total load / ranks, reached if no rank ever waits.
-        lower_bound: No packing of these sequences into at most as many micro-batches has a
-            smaller `step_load`.
-        fewest_microbatches: No packing has fewer micro-batches.
+        lower_bound: No packing of these sequences has a smaller `step_load`.
+        fewest_microbatches: No packing of them has fewer micro-batches.
     """
 
     microbatches: tuple[tuple[Bin, ...], ...]
@@ -87,26 +87,24 @@ def finished_plan(
     microbatches: Sequence[Sequence[Sequence[int]]],
     *,
     lower_bound: int,
-    fewest_microbatches: int,
 ) -> PackingPlan:
     """Check micro-batches `[micro-batch][rank][sequence]` and describe them.
 
     Args:
         problem: What was asked.
         microbatches: Sequence indices.
-        lower_bound: In the problem's units.
-        fewest_microbatches: A proven bound.
+        lower_bound: Of the step, in the problem's units.
     """
     bins = tuple(tuple(tuple(sorted(b)) for b in ranks) for ranks in microbatches)
-    tokens = tuple(tuple(sum(problem.lengths[i] for i in b) for b in ranks) for ranks in bins)
-    loads = [[sum(problem.loads[i] for i in b) for b in ranks] for ranks in bins]
+    tokens = tuple(tuple(map(problem.tokens_of, ranks)) for ranks in bins)
+    loads = [list(map(problem.load_of, ranks)) for ranks in bins]
     flat = [b for ranks in bins for b in ranks]
     assert sorted(i for b in flat for i in b) == list(range(len(problem.lengths)))
     assert all(len(ranks) == problem.num_ranks for ranks in bins)
     assert len(bins) % problem.multiple == 0
     assert all(1 <= len(b) <= problem.max_sequences for b in flat)
     assert max(map(max, tokens)) <= problem.capacity
-    step = step_units(problem.synchronize, loads)
+    step = step_of(problem, bins)
     assert step >= lower_bound
     return PackingPlan(
         microbatches=bins,
@@ -118,12 +116,13 @@ def finished_plan(
         step_load=step / problem.scale,
         ideal_load=sum(problem.loads) / (problem.scale * problem.num_ranks),
         lower_bound=lower_bound / problem.scale,
-        fewest_microbatches=fewest_microbatches,
+        fewest_microbatches=fewest_microbatches(problem),
     )
 
 
-def step_units(synchronize: Synchronize, loads: Sequence[Sequence[int]]) -> int:
-    """Return what a step of loads `[micro-batch][rank]` waits for."""
-    if synchronize == "microbatch":
+def step_of(problem: PackingProblem, microbatches: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Return what the step waits for, in the problem's units."""
+    loads = [list(map(problem.load_of, ranks)) for ranks in microbatches]
+    if problem.synchronize == "microbatch":
         return sum(map(max, loads))
     return max(map(sum, zip(*loads, strict=True)))
