@@ -9,7 +9,9 @@ Sequences = list[int]
 """Indices of the sequences of one bin."""
 
 
-def fill_bins(problem: PackingProblem, level: int | None = None) -> list[Sequences]:
+def fill_bins(
+    problem: PackingProblem, level: int | None = None, *, max_bins: int | None = None
+) -> list[Sequences]:
     """Pack sequences into few bins: longest first, each into the fullest bin that holds it.
 
     With a level, bins also have a limit of load. Bins open in groups of one per rank; a group's
@@ -24,6 +26,7 @@ def fill_bins(problem: PackingProblem, level: int | None = None) -> list[Sequenc
     Args:
         problem: Lengths, loads and limits.
         level: Load, in the problem's units, that bins should not exceed.
+        max_bins: Stop as soon as there are more bins than this.
 
     Returns:
         Bins in the order of opening; ties go to the lower index.
@@ -43,6 +46,8 @@ def fill_bins(problem: PackingProblem, level: int | None = None) -> list[Sequenc
             if level is not None and target % problem.num_ranks == 0:
                 limit = max(level, loads[index])
             bins.append([])
+            if target == max_bins:
+                break
             tokens.append(0)
             load_left.append(limit)
         bins[target].append(index)

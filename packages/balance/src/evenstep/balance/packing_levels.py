@@ -39,18 +39,24 @@ def by_falling_load(problem: PackingProblem, bins: Sequence[Sequences]) -> list[
 
 
 def _lowest_level(problem: PackingProblem, count: int, enough: int) -> tuple[int, list[Sequences]]:
-    """Return the lowest level, and its bins, for which at most `count` bins hold everything."""
+    """Return the lowest level, and its bins, for which at most `count` bins hold everything.
+
+    Looks around the mean load first, in steps that double, then halves what is left.
+    """
     best = fill_bins(problem, enough)
     assert len(best) <= count
     too_low = -1  # no bin has a load below 0
-    guess = problem.load_of(range(len(problem.loads))) // count
+    level = problem.load_of(range(len(problem.loads))) // count
+    step = level // 16
     while enough - too_low > max(1, enough // PRECISION):
-        level = guess if too_low < guess < enough else (enough + too_low) // 2
-        bins = fill_bins(problem, level)
+        if not too_low < level < enough:
+            level = (enough + too_low) // 2
+        bins = fill_bins(problem, level, max_bins=count)
         if len(bins) <= count:
             enough, best = level, bins
-            guess = level * 7 // 8
+            level -= step
         else:
             too_low = level
-            guess = level * 33 // 32
+            level += step
+        step *= 2
     return enough, best

@@ -17,11 +17,8 @@ Microbatches = list[list[Sequences]]
 """`[micro-batch][rank]`."""
 
 WORTHWHILE = 1000
-"""More micro-batches must shorten the step by one part in this many; so close to the lower bound,
-the search is over."""
-
-PATIENCE = 2
-"""So many numbers of micro-batches in a row may bring nothing before the search is over."""
+"""More micro-batches must shorten the step by one part in this many, or the search is over; so it
+is when the step is as close to the lower bound."""
 
 
 def balanced_microbatches(problem: PackingProblem, *, extra: float, bound: int) -> Microbatches:
@@ -46,14 +43,13 @@ def balanced_microbatches(problem: PackingProblem, *, extra: float, bound: int) 
     wanted = math.floor(fewest_microbatches(problem) * (1 + extra))
     most = max(first, min(wanted, len(problem.lengths) // problem.num_ranks))
     best: Microbatches = []
-    best_step = stale = 0
+    best_step = 0
     for found in _candidates(problem, range(first, most + 1, problem.multiple)):
         step = step_of(problem, found)
-        if not best or (best_step - step) * WORTHWHILE >= best_step:
-            best, best_step, stale = found, step, 0
-        else:
-            stale += 1
-        if stale == PATIENCE or (best_step - bound) * WORTHWHILE <= bound:
+        if best and (best_step - step) * WORTHWHILE < best_step:
+            break
+        best, best_step = found, step
+        if (best_step - bound) * WORTHWHILE <= bound:
             break
     if problem.rounded_up(len(arrival_bins(problem))) <= most * problem.num_ranks:
         naive = arrival_microbatches(problem)
