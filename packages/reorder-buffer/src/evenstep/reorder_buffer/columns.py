@@ -1,0 +1,149 @@
+"""One field of a micro-batch as a column of per-sample values: cut into views, and joined again."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import torch
+
+from evenstep.reorder_buffer.field_kinds import Batched, FieldKind, Global
+from evenstep.serialize import Leaf, dumps
+
+__all__ = ["Column", "is_indivisible", "join_column", "split_column"]
+
+Column: TypeAlias = Sequence[Leaf]
+
+
+def is_indivisible(value: Leaf) -> bool:
+    """Say whether ``value`` has no rows to cut: it is no list, tuple or tensor with dims."""
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0
+    return not isinstance(value, list | tuple)
+
+
+def split_column(
+    value: torch.Tensor | list[Leaf] | tuple[Leaf, ...], rows: list[int], dim: int
+) -> Column:
+    """Cut a field into one part per sample; parts of a tensor are views.
+
+    Args:
+        value: The field, whose rows the caller has checked against ``rows``.
+        rows: Rows of each sample.
+        dim: The dim of a tensor that has the rows.
+
+    Returns:
+        ``len(rows)`` tensors, lists or tuples, like ``value``.
+    """
+    if isinstance(value, torch.Tensor):
+        # A view that autograd knew would drag the user's graph to other ranks.
+        return value.detach().split_with_sizes(rows, dim)
+    cuts = pairwise(accumulate(rows, initial=0))
+    return [value[start:end] for start, end in cuts]
+
+
+def join_column(key: str, values: Column, kind: FieldKind, owners: Sequence[int]) -> Leaf:
+    """Join the samples' values of one field, in order (inverse of :func:`split_column`).
+
+    Args:
+        key: The field's key, for error messages.
+        values: The values, at least one.
+        kind: The field's kind.
+        owners: Index of the sample of each value, for error messages.
+
+    Returns:
+        One tensor of its own memory, one list or tuple, or the one value that all samples share.
+
+    Raises:
+        ValueError: If the values cannot belong to one field, naming it and the samples.
+    """
+    first = values[0]
+    if isinstance(kind, Global) or is_indivisible(first):
+        _check_same(key, values, owners)
+        return first
+    if isinstance(first, torch.Tensor):
+        return _concatenate(key, values, kind, owners)
+    rows: list[Leaf] = []
+    for index, value in enumerate(values):
+        if type(value) is not type(first):
+            raise ValueError(_differs(key, values, owners, index))
+        assert isinstance(value, list | tuple)
+        rows += value
+    return rows if isinstance(first, list) else tuple(rows)
+
+
+def _concatenate(key: str, values: Column, kind: FieldKind, owners: Sequence[int]) -> torch.Tensor:
+    """Concatenate tensors of one dtype, ndim and device, once, padding where the rule says so."""
+    first = values[0]
+    assert isinstance(first, torch.Tensor)
+    tensors: list[torch.Tensor] = []
+    for index, value in enumerate(values):
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dtype != first.dtype  # torch.cat would promote it
+            or value.ndim != first.ndim  # torch.cat skips an empty tensor of one dim
+            or value.device != first.device
+        ):
+            raise ValueError(_differs(key, values, owners, index))
+        tensors.append(value)
+    dim = kind.dim % first.ndim if isinstance(kind, Batched) else 0
+    if isinstance(kind, Batched) and kind.pad is not None and dim != first.ndim - 1:
+        length = max(tensor.shape[-1] for tensor in tensors)
+        if any(tensor.shape[-1] != length for tensor in tensors):
+            return _concatenate_padded(tensors, dim, length, kind)
+    try:
+        return torch.cat(tensors, dim)
+    except RuntimeError:
+        for index, tensor in enumerate(tensors):
+            if _other_dims(tensor, dim) != _other_dims(first, dim):
+                text = _differs(key, values, owners, index)
+                raise ValueError(f"{text} All dims but {dim} must agree.") from None
+        raise
+
+
+def _concatenate_padded(
+    tensors: list[torch.Tensor], dim: int, length: int, kind: Batched
+) -> torch.Tensor:
+    """Concatenate along ``dim`` after filling every tensor's last dim up to ``length``."""
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    shape[-1] = length
+    assert kind.pad is not None
+    joined = tensors[0].new_full(shape, kind.pad)
+    slots = joined.split_with_sizes([tensor.shape[dim] for tensor in tensors], dim)
+    for slot, tensor in zip(slots, tensors, strict=True):
+        start = length - tensor.shape[-1] if kind.pad_side == "left" else 0
+        slot.narrow(-1, start, tensor.shape[-1]).copy_(tensor)
+    return joined
+
+
+def _check_same(key: str, values: Column, owners: Sequence[int]) -> None:
+    """Raise unless all values are equal to the last byte; the same object needs no look."""
+    first = values[0]
+    for index, value in enumerate(values):
+        if value is first:
+            continue
+        if value is None or first is None or dumps({"": value}) != dumps({"": first}):
+            raise ValueError(
+                f"{_differs(key, values, owners, index)} What has no batch dim must be the same "
+                "for all samples of a micro-batch; give each sample its own in a list or a tensor "
+                "with a batch dim, or leave the field out."
+            )
+
+
+def _other_dims(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+
+
+def _differs(key: str, values: Column, owners: Sequence[int], index: int) -> str:
+    """Return how the value at ``index`` differs from the first."""
+    return (
+        f"field {key!r}: sample {owners[index]} has {_describe(values[index])}, and sample "
+        f"{owners[0]} has {_describe(values[0])}."
+    )
+
+
+def _describe(value: Leaf) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor {list(value.shape)} on {value.device}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

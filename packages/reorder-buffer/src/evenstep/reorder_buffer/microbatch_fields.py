@@ -1,0 +1,209 @@
+"""One micro-batch read by its layout: how many rows of each field each sample has, and the cut."""
+
+from collections.abc import Mapping
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+
+from evenstep.reorder_buffer.columns import Column, is_indivisible, split_column
+from evenstep.reorder_buffer.field_kinds import (
+    Batched,
+    FieldKind,
+    Global,
+    Items,
+    Ragged,
+    parent_key,
+)
+from evenstep.reorder_buffer.item_counts import Counts, ItemCounter, row_products
+from evenstep.reorder_buffer.vision import checked_counts
+from evenstep.serialize import Leaf
+
+__all__ = ["MicrobatchFields"]
+
+# Subclasses, such as named tuples, would not come back as they were.
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
+
+
+class FieldRules(Protocol):
+    """What a layout says about fields."""
+
+    @property
+    def counters(self) -> Mapping[str, ItemCounter]:
+        """What finds the items per sample, by group."""
+        ...
+
+    def kind_of(self, key: str, value: Leaf) -> FieldKind:
+        """Return the kind of a field."""
+        ...
+
+
+class MicrobatchFields:
+    """The fields of one micro-batch, with the rows that each sample has of each.
+
+    Rows are counted once per field, when first asked for.
+
+    Attributes:
+        fields: Values by dotted key.
+        size: Number of samples.
+    """
+
+    __slots__ = ("_counts", "_items", "_rows", "_rules", "fields", "size")
+
+    def __init__(
+        self,
+        rules: FieldRules,
+        fields: Mapping[str, Leaf],
+        *,
+        size: int,
+        counts: Counts | None = None,
+    ) -> None:
+        self.fields = fields
+        self.size = size
+        self._rules = rules
+        self._counts = counts
+        self._items: dict[str, list[int]] = {}
+        self._rows: dict[str, list[int]] = {}
+
+    def samples(self) -> list[dict[str, Leaf]]:
+        """Cut every field; return the samples in order, one value or view per field."""
+        columns = [self._column(key, value) for key, value in self.fields.items()]
+        return [dict(zip(self.fields, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def batch_dim(self, key: str) -> int | None:
+        """Return the batch dim of a batched tensor that fits, None for every other field."""
+        value = self.fields.get(key)
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            return None
+        kind = self._rules.kind_of(key, value)
+        return kind.dim % value.ndim if isinstance(kind, Batched) and self.rows(key) else None
+
+    def totals(self, key: str) -> list[int]:
+        """Return the sum of each sample's entries in a count field, as patches of a grid.
+
+        Args:
+            key: Key of an integer tensor ``[n]`` or ``[n, k]`` (entry: the product of a row).
+        """
+        entries = row_products(key, self.fields[key])
+        cuts = list(accumulate(self.rows(key), initial=0))
+        return [sum(entries[start:end]) for start, end in pairwise(cuts)]
+
+    def rows(self, key: str) -> list[int]:
+        """Return how many rows of the field ``key`` each sample has; they are all its rows.
+
+        Raises:
+            ValueError: If the field does not fit its kind or the number of samples, naming it.
+        """
+        rows = self._rows.get(key)
+        if rows is None:
+            value = self.fields[key]
+            kind = self._rules.kind_of(key, value)
+            rows = self._rows[key] = self._find_rows(key, kind)
+            self._check_rows(key, value, kind, rows)
+        return rows
+
+    def _column(self, key: str, value: Leaf) -> Column:
+        if type(value) not in _PLAIN_TYPES and not isinstance(value, torch.Tensor):
+            raise ValueError(
+                f"field {key!r}: a {type(value).__name__} can be neither cut nor sent; give a "
+                "tensor (torch.as_tensor), a plain list or tuple with one value per sample, or a "
+                "plain value that all samples share."
+            )
+        kind = self._rules.kind_of(key, value)
+        if isinstance(kind, Global) or is_indivisible(value):
+            return [value] * self.size
+        assert isinstance(value, torch.Tensor | list | tuple)
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise ValueError(
+                f"field {key!r}: a tensor of layout {value.layout} cannot be cut into samples; "
+                "make it dense with .to_dense()."
+            )
+        return split_column(value, self.rows(key), kind.dim if isinstance(kind, Batched) else 0)
+
+    def _find_rows(self, key: str, kind: FieldKind) -> list[int]:
+        if isinstance(kind, Items):
+            return self._items_of(key, kind)
+        if not isinstance(kind, Ragged):
+            return [1] * self.size
+        count_key = kind.count_key(key)
+        if self.fields.get(count_key) is not None:
+            self._rows[key] = []  # a circle of count fields ends here, and fails the check below
+            return self.totals(count_key)
+        count_kind = self._rules.kind_of(count_key, None)
+        if isinstance(count_kind, Items):
+            return self._items_of(count_key, count_kind)
+        raise ValueError(
+            f"field {key!r}: its rows are counted by {count_key!r}, which the micro-batch does not "
+            "have; add that field, or give this one another kind in the layout."
+        )
+
+    def _items_of(self, key: str, kind: Items) -> list[int]:
+        group = kind.of or parent_key(key)
+        items = self._items.get(group)
+        if items is None:
+            items = self._items[group] = self._find_items(group, one_each=kind.one_each)
+        return items
+
+    def _find_items(self, group: str, *, one_each: bool) -> list[int]:
+        """Return the items per sample of a group: as given, as counted, or one per sample."""
+        given = self._counts
+        counter = self._rules.counters.get(group)
+        if isinstance(given, Mapping):
+            given = given.get(group)
+            if given is None and counter is None:
+                raise ValueError(
+                    f"counts for {group!r} are missing: counts by group must name every group "
+                    f"whose fields the micro-batch has; got {sorted(self._counts or ())}."
+                )
+        elif counter is not None:
+            given = None  # counts without a name are for the groups that nothing else counts
+        if given is not None:
+            items = checked_counts(f"counts for {group!r}", given)
+        elif counter is not None:
+            items = checked_counts(f"counts found for {group!r}", counter(self.fields))
+        elif one_each:
+            return [1] * self.size
+        else:
+            raise ValueError(
+                f"counts for {group!r} are missing: the micro-batch does not say how many each "
+                "sample has; give them (image_count_of, cu_img), or a counter in the layout."
+            )
+        if len(items) != self.size:
+            raise ValueError(
+                f"counts for {group!r} are of {len(items)} samples, and the micro-batch has "
+                f"{self.size}: must hold one count per sample."
+            )
+        return items
+
+    def _check_rows(self, key: str, value: Leaf, kind: FieldKind, rows: list[int]) -> None:
+        dim = kind.dim if isinstance(kind, Batched) else 0
+        if isinstance(value, torch.Tensor):
+            if not -value.ndim <= dim < value.ndim:
+                raise ValueError(
+                    f"field {key!r}: a tensor {list(value.shape)} has no dim {dim}, its rule is "
+                    f"{kind}; give the field another kind in the layout."
+                )
+            found, shown = value.shape[dim], f"a tensor {list(value.shape)} with"
+        else:
+            assert isinstance(value, list | tuple)
+            found, shown = len(value), f"a {type(value).__name__} of"
+        expected = sum(rows)
+        if found == expected:
+            return
+        if isinstance(kind, Batched):
+            raise ValueError(
+                f"field {key!r}: {shown} {found} entries on dim {dim}, and the micro-batch has "
+                f"{self.size} samples. It must have one entry per sample there; if its samples "
+                "lie along another dim, or it belongs to all of them, say so in the layout "
+                "(Batched(dim=...), Items, Ragged, Global)."
+            )
+        raise ValueError(
+            f"field {key!r}: {shown} {found} rows, and the samples' counts {rows} add up to "
+            f"{expected}; "
+            + (
+                "give the items per sample (cu_img, image_count_of), by group where encoders "
+                "differ; without them each sample has one item."
+                if isinstance(kind, Items) or rows == [1] * self.size
+                else f"they come from {getattr(kind, 'along', '')!r}."
+            )
+        )
