@@ -3,14 +3,13 @@
 uv run torchrun --standalone --nproc-per-node 2 examples/train_vlm.py
 
 Both runs start from the same seed, read the same samples and take the same steps; the second puts
-a `ReorderingBuffer` in front of the loader. See `main` for what that adds to a training script.
+a `ReorderingBuffer` in front of the loader. `balance` is all that this adds to a training script.
 """
 
 import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,8 @@ from vlm.workload import Workload
 
 from evenstep.reorder_buffer import (
     ReorderingBuffer,
+    SampleCost,
     build_module_dp_process_groups,
-    sample_cost,
 )
 
 WARM_UP_STEPS = 2  # the first steps of a process are slow, whatever it trains
@@ -49,7 +48,7 @@ def main() -> None:
     with joined_ranks() as ranks:
         options = agreed(parsed, ranks)
         console = Console(quiet=ranks.rank != 0)
-        console.print(f"{ranks.num_ranks} ranks on {ranks.device.type}, {options.steps} steps each")
+        console.print(f"ranks: {ranks.num_ranks} ({ranks.device.type}), steps: {options.steps}")
 
         warm_up = dataclasses.replace(options, steps=WARM_UP_STEPS)
         loader = open_loader(warm_up, ranks)
@@ -65,7 +64,7 @@ def main() -> None:
         if ranks.rank == 0:
             console.print(results_table(plain, balanced))
             save_picture(plain, balanced, options.picture)
-            console.print(f"Load per rank: {options.picture}")
+            console.print(f"Load per rank: {options.picture}", soft_wrap=True)
 
 
 def balance(batches: Iterator[Batch], options: Options) -> Iterator[Batch]:
@@ -77,8 +76,7 @@ def balance(batches: Iterator[Batch], options: Options) -> Iterator[Batch]:
         dp_rank=dp_rank,
         dp_size=dp_size,
         n_groups=dp_size,
-        cost_of=partial(
-            sample_cost,
+        cost_of=SampleCost(
             encoder_cost_weight=encoder_gflop,
             language_cost_weight=language_gflop,
             image_token_id=IMAGE_TOKEN,

@@ -33,7 +33,7 @@ def joined_ranks() -> Iterator[Ranks]:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local_ranks))
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -54,7 +54,7 @@ def agreed(value: Value | ValueError, ranks: Ranks) -> Value:
         SystemExit: With code 2 on every rank, if any rank has an error.
     """
     failed = isinstance(value, ValueError)
-    first = torch.tensor(ranks.rank if failed else ranks.num_ranks)
+    first = torch.tensor(ranks.rank if failed else ranks.num_ranks, device=ranks.device)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)
     if first == ranks.rank:
         print(f"train_vlm.py: error: {value}", file=sys.stderr, flush=True)

@@ -87,7 +87,7 @@ class RunRecord:
 
 def gather_run(steps: list[StepRecord], ranks: Ranks) -> RunRecord:
     """Bring the steps of all ranks to every rank; all ranks call it."""
-    mine = torch.tensor(steps, dtype=torch.float64)
+    mine = torch.tensor(steps, dtype=torch.float64, device=ranks.device)
     everyone = [torch.empty_like(mine) for _ in range(ranks.num_ranks)]
     dist.all_gather(everyone, mine)
-    return RunRecord(torch.stack(everyone, dim=1))
+    return RunRecord(torch.stack(everyone, dim=1).cpu())
