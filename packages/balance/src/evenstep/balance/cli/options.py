@@ -1,6 +1,5 @@
 """The options that both commands share, and what is made of them."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +21,6 @@ Input: TypeAlias = Annotated[
     typer.Argument(
         metavar="INPUT",
         show_default=False,
-        exists=True,
-        dir_okay=False,
-        allow_dash=True,
         help="File with the numbers; the standard input without one, or with -.",
     ),
 ]
@@ -112,10 +108,9 @@ def load_numbers(source: Source, rule: Rule, *, skip_bad: bool) -> Numbers:
 
     Raises:
         InputError: A line is bad, or there is no number.
-        UsageError: The options do not fit the source.
+        UsageError: The source cannot be read, or the options do not fit it.
     """
-    if source.path == Path("-") and sys.stdin.isatty():
-        raise UsageError("the standard input is a terminal: pipe numbers in, or name a file")
+    source.check()
     if source.key is not None and source.detected_format() is not Format.JSONL:
         raise UsageError(f"--key is for JSON lines, but the format is {source.detected_format()}")
     if source.column is not None and source.detected_format() in {Format.JSONL, Format.LINES}:

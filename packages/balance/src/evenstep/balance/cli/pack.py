@@ -17,7 +17,8 @@ from evenstep.balance.cli.pack_report import (
     print_json,
     print_packings,
 )
-from evenstep.balance.cli.reading import length_of
+from evenstep.balance.cli.plot import check_plot_path
+from evenstep.balance.cli.reading import packable
 from evenstep.balance.cli.source import Format, Source
 from evenstep.balance.cli.terminal import step_progress
 from evenstep.balance.packing import PackingStrategy, plan_packing
@@ -78,8 +79,10 @@ def pack(
     """
     source = Source(path=input_path, format=format, column=column, key=key)
     with options.one_line_errors(source):
+        if plot:
+            check_plot_path(plot)
         load = options.sequence_load(hidden_size, bidirectional=bidirectional)
-        numbers = options.load_numbers(source, length_of(1, capacity), skip_bad=skip_bad)
+        numbers = options.load_numbers(source, packable(capacity), skip_bad=skip_bad)
         size = global_batch or min(_DEFAULT_GLOBAL_BATCH, len(numbers.values))
         chosen = choose_draws(
             numbers.values, size, max_draws=draws, seed=seed, what="its global batch"

@@ -101,7 +101,7 @@ def print_packings(draws: Draws, packings: Sequence[Packing]) -> None:
     best = packings[-1]
     note = (
         f"Would it help? Balanced, the step takes {percent(best.time_saved)} less time than packed "
-        f"in arrival order, as far as time follows the load; the bins are {percent(best.fill)} full."
+        f"in arrival order, as far as time follows the load; bins are {percent(best.fill)} full."
     )
     print_table(title, _HEAD, map(_row, packings), [note])
 
@@ -141,7 +141,7 @@ def plot_packings(path: Path, packings: Sequence[Packing], synchronize: Synchron
     """Draw the loads of the step whose imbalance is the median in the first packing.
 
     Raises:
-        InputError: The file cannot be written.
+        UsageError: The file cannot be written.
     """
     plans = [step.plan for step in packings[0].steps]
     imbalance = [plan.step_load / plan.ideal_load for plan in plans]

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenstep.balance.cli.errors import InputError
+from evenstep.balance.cli.errors import UsageError
 from evenstep.balance.cli.figures import Loads, rank_totals, ratio
 from evenstep.balance.packing_problem import Synchronize
 
@@ -13,8 +13,21 @@ if TYPE_CHECKING:
 
 # Grey before, one hue after, and pale above a rank's load for the time that it waits.
 _BEFORE, _AFTER, _WAITING = "#8a8f98", "#2a7fb8", "#e4e7eb"
+_FORMATS = (".png", ".svg", ".pdf")
 _MAX_SEPARATE_BARS = 128
 _MAX_COLUMNS = 3
+
+
+def check_plot_path(path: Path) -> None:
+    """Raise before any work is done if the plot could not be written.
+
+    Raises:
+        UsageError: The suffix names no format, or the folder is missing.
+    """
+    if path.suffix.lower() not in _FORMATS:
+        raise UsageError(f"--plot {path} must end in one of {', '.join(_FORMATS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {path} is in a folder that does not exist")
 
 
 def plot_loads(
@@ -31,7 +44,7 @@ def plot_loads(
         synchronize: When ranks wait for each other.
 
     Raises:
-        InputError: The file cannot be written.
+        UsageError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 (slow to import)
     from matplotlib.figure import Figure  # noqa: PLC0415 (likewise)
@@ -58,7 +71,7 @@ def plot_loads(
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot write the plot to {path}: {error}") from error
+        raise UsageError(f"--plot {path} cannot be written: {error}") from error
 
 
 def _draw_panel(axis: "Axes", name: str, ranks: Sequence[float], color: str) -> None:

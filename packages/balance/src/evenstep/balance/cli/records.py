@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import chain
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, TextIO, TypeAlias
 
 from evenstep.balance.cli.errors import InputError, UsageError
 
@@ -24,18 +24,15 @@ class Missing(NamedTuple):
     reason: str
 
 
-class Record(NamedTuple):
-    """A value and where it was found."""
-
-    line: int
-    value: object
+Record: TypeAlias = tuple[int, object]
+"""A line's number and the value found there; a bare tuple, because there may be millions."""
 
 
 def line_records(text: TextIO) -> Iterator[Record]:
     """Give the text of each line; empty lines are left out."""
     for number, line in enumerate(text, start=1):
         if not line.isspace():
-            yield Record(number, line)
+            yield number, line
 
 
 def csv_records(text: TextIO, column: str | None) -> Iterator[Record]:
@@ -57,9 +54,10 @@ def csv_records(text: TextIO, column: str | None) -> Iterator[Record]:
         if not header or _is_number(header[at]):
             rows = csv.reader(chain([first], text), delimiter=delimiter)
         for row in rows:
-            if row:
-                short = Missing(f"has {len(row)} columns, needs {at + 1}")
-                yield Record(rows.line_num, row[at] if at < len(row) else short)
+            if at < len(row):
+                yield rows.line_num, row[at]
+            elif row:
+                yield rows.line_num, Missing(f"has {len(row)} columns, needs {at + 1}")
     except csv.Error as error:
         raise InputError(f"line {rows.line_num}: {error}") from error
 
@@ -74,10 +72,12 @@ def jsonl_records(text: TextIO, key: str | None) -> Iterator[Record]:
             continue
         try:
             value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            yield Record(number, Missing(f"is not JSON ({error})"))
+        except json.JSONDecodeError as error:
+            yield number, Missing(f"is not JSON: {error.msg} at column {error.colno}")
+        except (ValueError, RecursionError) as error:  # integers or nesting beyond Python's limits
+            yield number, Missing(f"is not JSON that Python can hold: {error}")
         else:
-            yield Record(number, _find(value, key))
+            yield number, _find(value, key)
 
 
 def parquet_records(stream: io.IOBase, column: str | None) -> Iterator[Record]:
@@ -103,7 +103,7 @@ def parquet_records(stream: io.IOBase, column: str | None) -> Iterator[Record]:
         for batch in file.iter_batches(columns=[chosen]):
             for value in batch.column(0).to_pylist():
                 row += 1
-                yield Record(row, Missing("is null") if value is None else value)
+                yield row, Missing("is null") if value is None else value
     except (arrow.ArrowException, OSError) as error:
         raise InputError(f"not a Parquet file that pyarrow can read: {error}") from error
 

@@ -11,7 +11,8 @@ from evenstep.balance.cli import options
 from evenstep.balance.cli.draws import CostsOf, Draws, choose_draws
 from evenstep.balance.cli.errors import UsageError
 from evenstep.balance.cli.figures import ratio
-from evenstep.balance.cli.reading import cost, length_of
+from evenstep.balance.cli.plot import check_plot_path
+from evenstep.balance.cli.reading import COST, LENGTH
 from evenstep.balance.cli.simulate_report import plot_step, print_json, print_outcomes
 from evenstep.balance.cli.simulation import Planner, Setting, Step, simulate_step, summarize
 from evenstep.balance.cli.source import Format, Source
@@ -56,16 +57,18 @@ def simulate(
         dp_size=dp_size, micro_batch=micro_batch, window=window, synchronize=synchronize
     )
     with options.one_line_errors(source):
+        if plot:
+            check_plot_path(plot)
         planners = _planners(strategy, setting)
         costs_of = costs_from(options.sequence_load(hidden_size, bidirectional=bidirectional))
-        rule = cost if hidden_size is None else length_of(0)
+        rule = COST if hidden_size is None else LENGTH
         numbers = options.load_numbers(source, rule, skip_bad=skip_bad)
         chosen = choose_draws(
             numbers.values,
             setting.samples_per_step,
             max_draws=draws,
             seed=seed,
-            what=f"{dp_size} ranks x {micro_batch} samples x {window} micro-batches",
+            what=setting.describe(),
         )
         steps = _simulate(setting, planners, chosen, costs_of)
         if plot:

@@ -69,10 +69,10 @@ def plot_step(path: Path, setting: Setting, planners: Mapping[str, Planner], slo
     """Draw the loads of one step under every strategy.
 
     Raises:
-        InputError: The file cannot be written.
+        UsageError: The file cannot be written.
     """
     panels = {name: loads_of(slots, planner(slots).groups) for name, planner in planners.items()}
-    title = f"{_size(setting)}: the step of median imbalance"
+    title = f"{setting.describe()}: the step of median imbalance"
     plot_loads(path, panels, title=title, synchronize=setting.synchronize)
 
 
@@ -87,14 +87,9 @@ def _row(outcome: Outcome) -> list[str]:
     ]
 
 
-def _size(setting: Setting) -> str:
-    batches = "1 micro-batch" if setting.window == 1 else f"{setting.window} micro-batches"
-    return f"{setting.dp_size} ranks x {setting.micro_batch} samples x {batches}"
-
-
 def _describe(setting: Setting, draws: Draws) -> str:
     waits = "every micro-batch" if setting.synchronize == "microbatch" else "only the step"
-    return f"{draws.describe()}: {_size(setting)}; {waits} synchronises"
+    return f"{draws.describe()}: {setting.describe()}; {waits} synchronises"
 
 
 def _answer(planned: Sequence[Outcome]) -> str:

@@ -53,6 +53,11 @@ class Setting:
         """Samples of all ranks in all micro-batches."""
         return self.samples_per_slot * self.window
 
+    def describe(self) -> str:
+        """Return the size of a step in words."""
+        batches = "1 micro-batch" if self.window == 1 else f"{self.window} micro-batches"
+        return f"{self.dp_size} ranks x {self.micro_batch} samples x {batches}"
+
     def slots(self, costs: Sequence[float]) -> Slots:
         """Divide the costs of a step into its micro-batches."""
         size = self.samples_per_slot

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evenstep.balance.cli.errors import InputError, UsageError
 from evenstep.balance.cli.records import (
     Record,
     csv_records,
@@ -69,6 +70,18 @@ class Source:
         """What to call the source in messages."""
         return "standard input" if self.path == _STANDARD_INPUT else str(self.path)
 
+    def check(self) -> None:
+        """Raise if there is nothing to read.
+
+        Raises:
+            UsageError: The file is missing or a directory, or the standard input is a terminal.
+        """
+        if self.path == _STANDARD_INPUT:
+            if sys.stdin.isatty():
+                raise UsageError("pipe numbers into the command, or name a file")
+        elif not self.path.exists() or self.path.is_dir():
+            raise UsageError(f"{self.path} is not a file")
+
     def detected_format(self) -> Format:
         """Return the format, decided by the option, the file's name, or the column or key."""
         if self.format is not Format.AUTO:
@@ -100,7 +113,10 @@ class Source:
     def _open(self) -> io.FileIO:
         if self.path == _STANDARD_INPUT:
             return io.FileIO(sys.stdin.fileno(), closefd=False)
-        return io.FileIO(self.path)
+        try:
+            return io.FileIO(self.path)
+        except OSError as error:
+            raise InputError(f"cannot be opened: {error.strerror}") from error
 
     def _parse(self, counted: "_Counted") -> Iterator[Record]:
         match self.detected_format():
