@@ -32,39 +32,44 @@ def fill_bins(
         Bins in the order of opening; ties go to the lower index.
     """
     lengths, loads, capacity = problem.lengths, problem.loads, problem.capacity
+    linear, quadratic, most = problem.linear, problem.quadratic, problem.max_sequences
     bins: list[Sequences] = []
-    tokens: list[int] = []
-    load_left: list[int] = []
-    rooms: list[tuple[int, int]] = []  # (longest sequence that fits, bin), ascending
+    token_room: list[int] = []
+    load_room: list[int] = []
+    width = len(lengths).bit_length()  # an open bin is its longest fit << width | its number
+    number = (1 << width) - 1
+    rooms: list[int] = []
     limit = 0
     for index in problem.longest_first:
-        at = bisect_left(rooms, (lengths[index], -1))
+        length = lengths[index]
+        at = bisect_left(rooms, length << width)
         if at < len(rooms):
-            target = rooms.pop(at)[1]
+            target = rooms.pop(at) & number
         else:
             target = len(bins)
+            if target == max_bins:
+                return [*bins, [index]]
             if level is not None and target % problem.num_ranks == 0:
                 limit = max(level, loads[index])
             bins.append([])
-            if target == max_bins:
-                break
-            tokens.append(0)
-            load_left.append(limit)
+            token_room.append(capacity)
+            load_room.append(limit)
         bins[target].append(index)
-        tokens[target] += lengths[index]
-        room = capacity - tokens[target]
+        fits = token_room[target] = token_room[target] - length
         if level is not None:
-            load_left[target] -= loads[index]
-            room = min(room, longest_of_load(problem, load_left[target]))
-        if room > 0 and len(bins[target]) < problem.max_sequences:
-            insort(rooms, (room, target))
+            left = load_room[target] = load_room[target] - loads[index]
+            if left < (linear + quadratic * fits) * fits:  # the load binds before the tokens
+                fits = longest_of_load(left, linear, quadratic)
+        if fits > 0 and len(bins[target]) < most:
+            insort(rooms, fits << width | target)
     return bins
 
 
-def longest_of_load(problem: PackingProblem, load: int) -> int:
-    """Return the length of the longest sequence whose load is at most `load` (in units)."""
-    a, b = problem.linear, problem.quadratic
-    return (isqrt(a * a + 4 * b * load) - a) // (2 * b) if b else load // a
+def longest_of_load(load: int, linear: int, quadratic: int) -> int:
+    """Return the largest L with `linear * L + quadratic * L * L <= load`, all integers >= 0."""
+    if quadratic:
+        return (isqrt(linear * linear + 4 * quadratic * load) - linear) // (2 * quadratic)
+    return load // linear
 
 
 def split_costliest(problem: PackingProblem, bins: list[Sequences], count: int) -> list[Sequences]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from evenstep.balance.packing_bisect import lowest_level
 from evenstep.balance.packing_fill import Sequences, fill_bins, split_costliest
 from evenstep.balance.packing_problem import PackingProblem
 
@@ -25,10 +26,18 @@ def levelled_microbatches(
         counts: Numbers of micro-batches to try, ascending; the first is enough for best-fit
             decreasing.
     """
-    level = max(problem.loads) * len(problem.loads)
+    total = problem.load_of(range(len(problem.loads)))
+    level, bins = total, fill_bins(problem, total)
     for count in counts:
-        level, bins = _lowest_level(problem, count * problem.num_ranks, level)
-        yield by_falling_load(problem, split_costliest(problem, bins, count * problem.num_ranks))
+        wanted = count * problem.num_ranks
+
+        def attempt(level: int, wanted: int = wanted) -> list[Sequences] | None:
+            filled = fill_bins(problem, level, max_bins=wanted)
+            return filled if len(filled) <= wanted else None
+
+        found = lowest_level(attempt, guess=total // wanted, enough=level, precision=PRECISION)
+        level, bins = found or (level, bins)
+        yield by_falling_load(problem, split_costliest(problem, bins, wanted))
 
 
 def by_falling_load(problem: PackingProblem, bins: Sequence[Sequences]) -> list[list[Sequences]]:
@@ -36,27 +45,3 @@ def by_falling_load(problem: PackingProblem, bins: Sequence[Sequences]) -> list[
     order = sorted(range(len(bins)), key=lambda b: (-problem.load_of(bins[b]), b))
     ranks = problem.num_ranks
     return [[bins[b] for b in order[at : at + ranks]] for at in range(0, len(order), ranks)]
-
-
-def _lowest_level(problem: PackingProblem, count: int, enough: int) -> tuple[int, list[Sequences]]:
-    """Return the lowest level, and its bins, for which at most `count` bins hold everything.
-
-    Looks around the mean load first, in steps that double, then halves what is left.
-    """
-    best = fill_bins(problem, enough)
-    assert len(best) <= count
-    too_low = -1  # no bin has a load below 0
-    level = problem.load_of(range(len(problem.loads))) // count
-    step = level // 16
-    while enough - too_low > max(1, enough // PRECISION):
-        if not too_low < level < enough:
-            level = (enough + too_low) // 2
-        bins = fill_bins(problem, level, max_bins=count)
-        if len(bins) <= count:
-            enough, best = level, bins
-            level -= step
-        else:
-            too_low = level
-            level += step
-        step *= 2
-    return enough, best
