@@ -8,6 +8,7 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +20,8 @@ from evenstep.serialize.dtypes import aligned
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_NBYTES
 from evenstep.serialize.nested import NestedSample
-from evenstep.serialize.packing import describe, write_tensors
+from evenstep.serialize.packing import describe, write_fields
+from evenstep.serialize.placement import PlacedField, place_fields
 from evenstep.serialize.tree_reader import TreeReader
 from evenstep.serialize.tree_writer import TreeWriter
 from evenstep.serialize.unpacking import sample_region
@@ -108,24 +110,28 @@ def dumps(sample: NestedSample) -> bytes:
         raise ValueError(f"plain values take {len(tree)} bytes, at most {_MAX_TREE_NBYTES} fit")
     tree_nbytes = len(tree)
     tree += bytes(aligned(tree_nbytes) - tree_nbytes)
+    placed, payload_nbytes = place_fields(
+        [("", tensor.dtype, tuple(tensor.shape)) for tensor in writer.tensors]
+    )
     # BytesIO hands out the bytes object that it was made of, so the payload is copied only once.
-    stream = io.BytesIO(bytes(HEAD_NBYTES + len(tree) + writer.payload_nbytes))
+    stream = io.BytesIO(bytes(HEAD_NBYTES + len(tree) + payload_nbytes))
     with stream.getbuffer() as view:
         view[HEAD_NBYTES : HEAD_NBYTES + len(tree)] = tree
-        checksum = _write_payload(view[HEAD_NBYTES + len(tree) :], writer)
-        _HEAD.pack_into(view, 0, MAGIC, VERSION, tree_nbytes, writer.payload_nbytes, checksum)
+        checksum = _write_payload(view[HEAD_NBYTES + len(tree) :], writer.tensors, placed)
+        _HEAD.pack_into(view, 0, MAGIC, VERSION, tree_nbytes, payload_nbytes, checksum)
         _CRC.pack_into(view, _HEAD.size, zlib.crc32(tree, zlib.crc32(view[: _HEAD.size])))
     return stream.getvalue()
 
 
-def _write_payload(view: memoryview, writer: TreeWriter) -> int:
+def _write_payload(
+    view: memoryview, tensors: Sequence[Tensor], placed: Sequence[PlacedField]
+) -> int:
     """Copy the tensors into ``view`` and return the checksum of the payload."""
-    if not writer.payload_nbytes:
+    if not view.nbytes:
         return 0
-    with view:
-        payload = torch.frombuffer(view, dtype=torch.uint8)
-        write_tensors(payload, writer.tensors)
-        return payload_checksum(payload)
+    payload = torch.frombuffer(view, dtype=torch.uint8)
+    write_fields(payload, [(tensors, placed, 0)])
+    return payload_checksum(payload)
 
 
 def loads(buffer: "Buffer | Tensor", *, verify: bool = True) -> NestedSample:

@@ -40,7 +40,8 @@ def sample_layout(flat: Mapping[str, Tensor | None]) -> SampleLayout:
     for key, value in flat.items():
         if value is None:
             entries.append((key, None, ()))
-        elif is_plain(value):
+        # is_plain(value), without the cost of a call for each field
+        elif type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
             entries.append((key, value.dtype, value.shape))
         else:
             raise ValueError(refusal(key, value))

@@ -9,7 +9,7 @@ from torch import Tensor
 from evenstep.serialize.dtypes import dtype_of_name
 from evenstep.serialize.layout import refusal, sample_layout
 from evenstep.serialize.nested import FlatSample, Leaf
-from evenstep.serialize.packing import write_tensors
+from evenstep.serialize.packing import write_fields
 from evenstep.serialize.placement import PlacedField, place_fields
 from evenstep.serialize.unpacking import FieldViews, sample_region
 
@@ -85,10 +85,10 @@ def serialize_sample(flat: Mapping[str, Leaf], keys: Sequence[str]) -> Tensor:
         if not isinstance(value, Tensor):
             raise ValueError(refusal(key, value))
     placed, nbytes = _place(tensor_metadata(tensors), list(tensors))
-    fields = [(cast("Tensor", tensors[field.key]), field.offset) for field in placed]
-    device = fields[0][0].device if fields else torch.device("cpu")
+    fields = [cast("Tensor", tensors[field.key]) for field in placed]
+    device = fields[0].device if fields else torch.device("cpu")
     out = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    write_tensors(out, fields)
+    write_fields(out, [(fields, placed, 0)])
     return out
 
 

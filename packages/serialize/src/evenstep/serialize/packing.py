@@ -2,21 +2,31 @@
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT
 from evenstep.serialize.layout import sample_layout
+from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
 
 # From this size on, Tensor.copy_ (several threads) beats memmove (one thread, but 0.5 us against
 # 5 us before the first byte moves).
 _LARGE_NBYTES = 1 << 20
 
+# The dtypes that can have conjugate or negative views, which are not what their memory says.
+_MAYBE_LAZY = frozenset(
+    [torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64]
+)
+
 # An integer type of each element size, to move elements as they are: no conversion, and the same
 # operator for the dtypes for which torch has no other.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Run: TypeAlias = tuple[Sequence[Tensor], Sequence[PlacedField], int]
+"""Tensors, the place of each, and where the run starts in the buffer, in bytes."""
 
 
 def pack_samples(
@@ -48,14 +58,17 @@ def pack_samples(
     """
     if layouts is None:
         layouts = [sample_layout(flat) for flat in flats]
-    elif len(layouts) != len(flats):
+        runs = _runs(flats, layouts)
+    elif len(layouts) == len(flats):
+        runs = _checked_runs(flats, layouts)
+    else:
         raise ValueError(f"{len(layouts)} layouts for {len(flats)} samples; give one for each")
     nbytes = sum([layout.nbytes for layout in layouts])
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8, device=_device_of(flats))
     else:
         _check_out(out, nbytes)
-    write_tensors(out, _checked_tensors(flats, layouts))
+    write_fields(out, runs)
     return out
 
 
@@ -68,28 +81,35 @@ def _device_of(flats: Iterable[Mapping[str, Tensor | None]]) -> torch.device:
     return torch.device("cpu")
 
 
-def _checked_tensors(
+def _checked_runs(
     flats: Sequence[Mapping[str, Tensor | None]], layouts: Sequence[SampleLayout]
-) -> Iterator[tuple[Tensor, int]]:
-    """Yield each tensor with its place in the buffer, checked against the layout.
-
-    The bytes are copied by address, so nothing may differ from what the layout says.
-    """
-    start = 0
-    for index, (flat, layout) in enumerate(zip(flats, layouts, strict=True)):
-        for key, dtype, shape, _, _, offset, _ in layout.placed:
-            tensor = flat.get(key)
+) -> Iterator[Run]:
+    """Yield the run of each sample, compared with the layout that came with it."""
+    for index, (flat, run) in enumerate(zip(flats, _runs(flats, layouts), strict=True)):
+        layout = layouts[index]
+        for tensor, (key, dtype, shape, *_) in zip(*run[:2], strict=True):
+            # Addresses are about to be used: nothing may differ from what the layout says.
             if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
                 raise ValueError(
-                    f"sample {index}, field {key!r}: {describe(tensor)} where the layout has a "
-                    f"tensor of {dtype} {list(shape)}; compute the layout of this sample"
+                    f"sample {index}, field {key!r} is {describe(tensor)}, its layout has a tensor "
+                    f"of {dtype} {list(shape)}; take the sample_layout of this very sample"
                 )
-            yield tensor, start + offset
         none_keys = layout.schema.none_keys
         if len(flat) != len(layout.placed) + len(none_keys) or any(
             flat.get(key) is not None for key in none_keys
         ):
             raise ValueError(f"sample {index} has other keys than its layout: {list(flat)}")
+        yield run
+
+
+def _runs(
+    flats: Sequence[Mapping[str, Tensor | None]], layouts: Sequence[SampleLayout]
+) -> Iterator[Run]:
+    """Yield the run of each sample."""
+    start = 0
+    for flat, layout in zip(flats, layouts, strict=True):
+        tensors = [flat.get(field.key) for field in layout.placed]
+        yield cast("list[Tensor]", tensors), layout.placed, start
         start += layout.nbytes
 
 
@@ -109,53 +129,58 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
 
 
-def write_tensors(out: Tensor, fields: Iterable[tuple[Tensor, int]]) -> None:
-    """Copy tensors to their places in ``out`` and zero the padding after each.
+def write_fields(out: Tensor, runs: Iterable[Run]) -> None:
+    """Copy fields to their places in ``out``, and zero the padding after each.
 
     Args:
         out: 1-D ``uint8``, aligned, on the tensors' device.
-        fields: Tensor and byte offset, in order, each as close to the one before as the alignment
-            allows, together filling ``out``.
+        runs: The fields, which together fill ``out`` from its start; each tensor has the dtype
+            and the shape that its place is for.
 
     Raises:
-        ValueError: If a tensor is on another device or has no data.
+        ValueError: If a tensor lies on another device.
     """
     with torch.no_grad():
         if out.is_cpu:
-            _write_by_address(out, fields)
+            for run in runs:
+                _copy_by_address(out, *run)
         else:
-            _write_by_cat(out, fields)
+            _copy_by_cat(out, runs)
 
 
-def _write_by_address(out: Tensor, fields: Iterable[tuple[Tensor, int]]) -> None:
-    base = out.data_ptr()
-    for tensor, start in fields:
+def _copy_by_address(
+    out: Tensor, tensors: Sequence[Tensor], placed: Sequence[PlacedField], start: int
+) -> None:
+    base = out.data_ptr() + start
+    for tensor, field in zip(tensors, placed, strict=True):
+        _, dtype, _, _, _, offset, nbytes = field
         if not tensor.is_cpu:
-            raise ValueError(_device_rule(tensor, out))
-        nbytes = tensor.nbytes
-        plain = not (tensor.is_neg() or tensor.is_conj())
-        if nbytes < _LARGE_NBYTES and plain and tensor.is_contiguous():
-            ctypes.memmove(base + start, tensor.data_ptr(), nbytes)
+            raise ValueError(_device_rule(field.key, tensor, out))
+        if (
+            nbytes < _LARGE_NBYTES
+            and tensor.is_contiguous()
+            and (dtype not in _MAYBE_LAZY or not (tensor.is_conj() or tensor.is_neg()))
+        ):
+            ctypes.memmove(base + offset, tensor.data_ptr(), nbytes)
         else:
-            bits = resolved(tensor).view(_BITS[tensor.itemsize])
-            place = out[start : start + nbytes].view(bits.dtype)
+            bits = resolved(tensor).view(_BITS[dtype.itemsize])
+            place = out[start + offset : start + offset + nbytes].view(bits.dtype)
             place.view(bits.shape).copy_(bits)
         if nbytes % ALIGNMENT:
-            ctypes.memset(base + start + nbytes, 0, -nbytes % ALIGNMENT)
+            ctypes.memset(base + offset + nbytes, 0, -nbytes % ALIGNMENT)
 
 
-def _write_by_cat(out: Tensor, fields: Iterable[tuple[Tensor, int]]) -> None:
-    """Join the tensors' bytes and the padding with one ``torch.cat``: few launches, no sync."""
+def _copy_by_cat(out: Tensor, runs: Iterable[Run]) -> None:
+    """Join the bytes of all fields, and the padding, with one ``torch.cat``: few launches."""
     padding = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=out.device)
     pieces = []
-    for tensor, _ in fields:
-        if tensor.device != out.device:
-            raise ValueError(_device_rule(tensor, out))
-        # Only a tensor that is not contiguous is copied here; views of the others cost no launch.
-        piece = resolved(tensor).contiguous().view(-1).view(torch.uint8)
-        pieces.append(piece)
-        if piece.numel() % ALIGNMENT:
-            pieces.append(padding[: -piece.numel() % ALIGNMENT])
+    for tensors, placed, _ in runs:
+        for tensor, field in zip(tensors, placed, strict=True):
+            if tensor.device != out.device:
+                raise ValueError(_device_rule(field.key, tensor, out))
+            # Views cost no launch; only a tensor that is not contiguous is copied here.
+            pieces.append(resolved(tensor).contiguous().view(-1).view(torch.uint8))
+            pieces.append(padding[: -field.nbytes % ALIGNMENT])
     if pieces:
         torch.cat(pieces, out=out)
 
@@ -165,8 +190,8 @@ def resolved(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def _device_rule(tensor: Tensor, out: Tensor) -> str:
+def _device_rule(key: str, tensor: Tensor, out: Tensor) -> str:
     return (
-        f"a {describe(tensor)} is on {tensor.device}, the buffer on {out.device}; "
+        f"field {key!r} is on {tensor.device}, the buffer is on {out.device}; "
         "move the whole batch to one device first"
     )

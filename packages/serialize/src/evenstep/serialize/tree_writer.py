@@ -10,7 +10,7 @@ from typing import TypeAlias, cast
 
 from torch import Tensor
 
-from evenstep.serialize.dtypes import DTYPE_CODES, aligned
+from evenstep.serialize.dtypes import DTYPE_CODES
 from evenstep.serialize.layout import is_plain, refusal
 from evenstep.serialize.limits import MAX_DEPTH, MAX_FIELDS, MAX_NDIM, MAX_VALUES
 from evenstep.serialize.nested import Leaf
@@ -36,16 +36,14 @@ class TreeWriter:
 
     Attributes:
         tree: The tree so far.
-        tensors: The tensors in the order of the tree, on the CPU, with their payload offsets.
-        payload_nbytes: Bytes of the payload, padding included.
+        tensors: The tensors in the order of the tree, on the CPU.
     """
 
-    __slots__ = ("_num_values", "payload_nbytes", "tensors", "tree")
+    __slots__ = ("_num_values", "tensors", "tree")
 
     def __init__(self) -> None:
         self.tree = bytearray()
-        self.tensors: list[tuple[Tensor, int]] = []
-        self.payload_nbytes = 0
+        self.tensors: list[Tensor] = []
         self._num_values = 0
 
     def write(self, value: Leaf, path: _Path = ()) -> None:
@@ -128,8 +126,7 @@ class TreeWriter:
         self.tree += bytes((TENSOR, DTYPE_CODES[value.dtype], value.dim()))
         for size in value.shape:
             write_varint(self.tree, size)
-        self.tensors.append((value.cpu(), self.payload_nbytes))
-        self.payload_nbytes += aligned(value.nbytes)
+        self.tensors.append(value.cpu())
 
 
 # By exact type: what is of a subclass would come back as something else.
