@@ -268,7 +268,11 @@ def test_a_micro_batch_of_unknown_size_is_refused(batch: dict[str, Any], message
         ),
         (numbers(1, 2), numbers(1, 2, 1), r"'x': sample 1 has a torch.int64 tensor \[1, 2, 1\]"),
         (numbers(1, 2), numbers(0), r"field 'x': sample 1 has a torch.int64 tensor \[0\]"),
-        (numbers(1, 2), numbers(1, 3), r"'x': sample 1 has .*\[1, 3\].* All dims but 0 must agree"),
+        (
+            numbers(1, 2),
+            numbers(1, 3),
+            r"'x': sample 1 has .*\[1, 3\].* all sizes but that of dim 0",
+        ),
         (numbers(1, 2), None, r"field 'x': sample 1 has None, and sample 0 has a torch.int64"),
         (None, numbers(1, 2), r"'x': sample 1 has a torch.int64 tensor .* sample 0 has None"),
         (numbers(1, 2), ["a"], r"field 'x': sample 1 has \['a'\]"),
@@ -299,6 +303,18 @@ def test_an_error_names_the_sample_also_where_others_lack_the_field() -> None:
     flats: list[FlatSample] = [{}, {key: numbers(1, 3)}, {}, {key: numbers(1, 3).int()}]
     with pytest.raises(ValueError, match=r"sample 3 has a torch.int32 .*, and sample 1 has"):
         merge_samples(flats)
+
+
+def test_samples_on_different_devices_are_refused() -> None:
+    flats: list[FlatSample] = [{"x": numbers(1, 4)}, {"x": numbers(1, 4).to("meta")}]
+    with pytest.raises(ValueError, match=r"'x': sample 1 has .* on meta.*Dtype, device and all"):
+        merge_samples(flats)
+
+
+def test_an_error_of_the_machine_is_not_taken_for_the_users() -> None:
+    huge = torch.empty(1).expand(2**60, 1)  # joins to more memory than there is
+    with pytest.raises(RuntimeError):
+        merge_samples([{"x": huge}, {"x": huge}])
 
 
 def test_nothing_to_merge_is_refused() -> None:

@@ -75,29 +75,25 @@ def _concatenate(key: str, values: Column, kind: FieldKind, owners: Sequence[int
     """Concatenate tensors of one dtype, ndim and device, once, padding where the rule says so."""
     first = values[0]
     assert isinstance(first, torch.Tensor)
-    tensors: list[torch.Tensor] = []
-    for index, value in enumerate(values):
-        if (
-            not isinstance(value, torch.Tensor)
-            or value.dtype != first.dtype  # torch.cat would promote it
-            or value.ndim != first.ndim  # torch.cat skips an empty tensor of one dim
-            or value.device != first.device
-        ):
-            raise ValueError(_differs(key, values, owners, index))
-        tensors.append(value)
     dim = kind.dim % first.ndim if isinstance(kind, Batched) else 0
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    # torch.cat would promote dtypes, and skip an empty tensor of one dim.
+    alike = len({(tensor.dtype, tensor.ndim) for tensor in tensors}) == 1
+    if not alike or len(tensors) < len(values):
+        mismatch = _mismatch(key, values, owners, dim)
+        assert mismatch is not None
+        raise mismatch
     if isinstance(kind, Batched) and kind.pad is not None and dim != first.ndim - 1:
         length = max(tensor.shape[-1] for tensor in tensors)
         if any(tensor.shape[-1] != length for tensor in tensors):
             return _concatenate_padded(tensors, dim, length, kind)
     try:
         return torch.cat(tensors, dim)
-    except RuntimeError:
-        for index, tensor in enumerate(tensors):
-            if _other_dims(tensor, dim) != _other_dims(first, dim):
-                text = _differs(key, values, owners, index)
-                raise ValueError(f"{text} All dims but {dim} must agree.") from None
-        raise
+    except RuntimeError as error:
+        mismatch = _mismatch(key, values, owners, dim)
+        if mismatch is None:  # such as no memory left
+            raise
+        raise mismatch from error
 
 
 def _concatenate_padded(
@@ -130,8 +126,22 @@ def _check_same(key: str, values: Column, owners: Sequence[int]) -> None:
             )
 
 
-def _other_dims(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
-    return (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+def _mismatch(key: str, values: Column, owners: Sequence[int], dim: int) -> ValueError | None:
+    """Return the error that says which value cannot follow the first along ``dim``, if any."""
+
+    def fixed(value: Leaf) -> object:
+        if not isinstance(value, torch.Tensor):
+            return None
+        sizes = (*value.shape[:dim], *value.shape[dim + 1 :])
+        return value.dtype, value.ndim, value.device, sizes
+
+    for index, value in enumerate(values):
+        if fixed(value) != fixed(values[0]):
+            return ValueError(
+                f"{_differs(key, values, owners, index)} Dtype, device and all sizes but that of "
+                f"dim {dim} must agree."
+            )
+    return None
 
 
 def _differs(key: str, values: Column, owners: Sequence[int], index: int) -> str:

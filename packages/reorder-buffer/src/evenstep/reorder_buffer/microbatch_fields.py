@@ -183,27 +183,31 @@ class MicrobatchFields:
                     f"field {key!r}: a tensor {list(value.shape)} has no dim {dim}, its rule is "
                     f"{kind}; give the field another kind in the layout."
                 )
-            found, shown = value.shape[dim], f"a tensor {list(value.shape)} with"
+            found = value.shape[dim]
         else:
             assert isinstance(value, list | tuple)
-            found, shown = len(value), f"a {type(value).__name__} of"
-        expected = sum(rows)
-        if found == expected:
-            return
+            found = len(value)
+        if found != sum(rows):
+            raise ValueError(self._misfit(key, value, kind, rows))
+
+    def _misfit(self, key: str, value: Leaf, kind: FieldKind, rows: list[int]) -> str:
+        """Return why a field cannot be cut into ``rows`` rows per sample, and what to do."""
+        assert isinstance(value, torch.Tensor | list | tuple)
+        found = f"field {key!r}: a {type(value).__name__} of {len(value)}"
+        if isinstance(value, torch.Tensor):
+            dim = kind.dim if isinstance(kind, Batched) else 0
+            found = f"field {key!r}: a tensor {list(value.shape)} with {value.shape[dim]}"
         if isinstance(kind, Batched):
-            raise ValueError(
-                f"field {key!r}: {shown} {found} entries on dim {dim}, and the micro-batch has "
-                f"{self.size} samples. It must have one entry per sample there; if its samples "
-                "lie along another dim, or it belongs to all of them, say so in the layout "
-                "(Batched(dim=...), Items, Ragged, Global)."
+            return (
+                f"{found} entries on dim {kind.dim}, and the micro-batch has {self.size} samples. "
+                "It must have one entry per sample there; if its samples lie along another dim, or "
+                "it belongs to all of them, say so in the layout (Batched(dim=...), Items, Ragged, "
+                "Global)."
             )
-        raise ValueError(
-            f"field {key!r}: {shown} {found} rows, and the samples' counts {rows} add up to "
-            f"{expected}; "
-            + (
+        remedy = f"they come from {kind.along!r}." if isinstance(kind, Ragged) else ""
+        if isinstance(kind, Items) or rows == [1] * self.size:
+            remedy = (
                 "give the items per sample (cu_img, image_count_of), by group where encoders "
-                "differ; without them each sample has one item."
-                if isinstance(kind, Items) or rows == [1] * self.size
-                else f"they come from {getattr(kind, 'along', '')!r}."
+                "differ."
             )
-        )
+        return f"{found} rows, and the samples' counts {rows} add up to {sum(rows)}; {remedy}"
