@@ -13,6 +13,8 @@ from evenstep.balance.packing import PackingStrategy, plan_packing
 from evenstep.balance.packing_load import SequenceLoad
 from evenstep.balance.packing_plan import PackingPlan
 from evenstep.balance.packing_problem import Synchronize
+from evenstep.balance.phases import PhasePlan, plan_phases
+from evenstep.balance.plan import GroupPlan, Sizes, plan_groups
 from evenstep.balance.route import (
     Route,
     assert_intra_no_cross_slot,
@@ -20,20 +22,26 @@ from evenstep.balance.route import (
     intra_route,
     window_cost_spread,
 )
-from evenstep.balance.strategy import Lpt, Strategy
-from evenstep.balance.window import build_window_route
+from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy
+from evenstep.balance.window import WindowPlan, build_window_route, plan_window
 
 __all__ = [
     "Calibration",
     "CostModel",
+    "GroupPlan",
+    "LeastMove",
     "Lpt",
     "PackingPlan",
     "PackingStrategy",
+    "PhasePlan",
+    "Refined",
     "Route",
     "SequenceLoad",
+    "Sizes",
     "Strategy",
     "Synchronize",
     "TableCost",
+    "WindowPlan",
     "assert_intra_no_cross_slot",
     "balanced_assignment",
     "balanced_index_order",
@@ -42,7 +50,10 @@ __all__ = [
     "encoder_cost",
     "evaluate_costs",
     "intra_route",
+    "plan_groups",
     "plan_packing",
+    "plan_phases",
+    "plan_window",
     "step_features",
     "transformer_cost",
     "window_cost_spread",

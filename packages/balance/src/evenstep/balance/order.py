@@ -4,9 +4,12 @@ R. L. Graham, "Bounds on multiprocessing timing anomalies" (1969), is the source
 modules that never talk to each other rely on computing the very same permutation, so the rule and
 both tie-breaks are part of the contract, and so is the arithmetic: a group's total is the float64
 sum of its costs in the order in which they were placed.
+
+Planners work on *ranks*: the place of a sample when all are laid out by decreasing cost, ties by
+index. Rank 0 is the costliest, and a group sorted by rank is a group sorted by cost.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heapreplace
 
 from evenstep.balance.checks import checked_costs, checked_groups
@@ -30,43 +33,51 @@ def balanced_index_order(costs: Sequence[float], n_groups: int) -> list[int]:
     """
     values = checked_costs(costs)
     size = checked_groups(len(values), n_groups)
-    return [i for group in lpt_groups(values, n_groups, size, size) for i in group]
+    order = decreasing(values)
+    groups = deal([values[i] for i in order], n_groups, size, size)
+    return [order[rank] for group in groups for rank in group]
 
 
 def decreasing(costs: Sequence[float]) -> list[int]:
-    """Return the indices by decreasing cost, ties by index."""
+    """Return the indices by decreasing cost, ties by index: the sample of every rank."""
     return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # reverse keeps ties
 
 
-def lpt_groups(costs: Sequence[float], n_groups: int, least: int, most: int) -> list[list[int]]:
-    """Divide by longest processing time first into groups of `least` to `most` samples.
+def unranked(order: Sequence[int], groups: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Return groups of ranks as groups of sample indices, `order` being `decreasing(costs)`."""
+    return [[order[rank] for rank in group] for group in groups]
+
+
+def deal(falling: Sequence[float], n_groups: int, least: int, most: int) -> list[list[int]]:
+    """Deal out samples by longest processing time first.
 
     A group is closed at `most` samples, and at `least` once the samples that remain are all needed
     to bring the other groups to `least`.
 
     Args:
-        costs: Checked costs; `least * n_groups <= len(costs) <= most * n_groups`.
+        falling: Cost of every rank; `least * n_groups <= len(falling) <= most * n_groups`.
         n_groups: Number of groups.
         least: Fewest samples of a group.
         most: Most samples of a group.
 
     Returns:
-        The samples of each group, in the order of placement.
+        The ranks of each group, rising.
     """
     groups: list[list[int]] = [[] for _ in range(n_groups)]
-    waiting = [(0.0, g) for g in range(n_groups)]  # a heap: (total cost, group) of open groups
-    spare = len(costs) - n_groups * least  # samples that no group needs to reach `least`
-    for i in decreasing(costs):
-        load, g = waiting[0]
+    open_groups = [(0.0, g) for g in range(n_groups)]  # a heap of (total cost, group)
+    spare = len(falling) - n_groups * least  # samples that no group needs to reach `least`
+    for rank, cost in enumerate(falling):
+        load, g = open_groups[0]
         group = groups[g]
         while len(group) >= least and not spare:
-            heappop(waiting)
-            load, g = waiting[0]
+            heappop(open_groups)
+            load, g = open_groups[0]
             group = groups[g]
-        spare -= len(group) >= least
-        group.append(i)
+        if len(group) >= least:
+            spare -= 1
+        group.append(rank)
         if len(group) == most:
-            heappop(waiting)
+            heappop(open_groups)
         else:
-            heapreplace(waiting, (load + costs[i], g))
+            heapreplace(open_groups, (load + cost, g))
     return groups
