@@ -9,7 +9,7 @@ from evenstep.exchange.errors import (
     PeerLostError,
     ProtocolError,
 )
-from evenstep.exchange.exchange import Arrival, Plan, SampleExchange, Transfer
+from evenstep.exchange.exchange import Arrival, Check, Plan, SampleExchange, Transfer
 from evenstep.exchange.groups import ModuleGroups, build_module_dp_process_groups
 from evenstep.exchange.moves import Moves, Placement, plan_moves
 from evenstep.exchange.offer import Agreement, Cost, Offer, RankReport
@@ -22,6 +22,7 @@ __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "Agreement",
     "Arrival",
+    "Check",
     "Cost",
     "ExchangeError",
     "ExchangeStoppedError",

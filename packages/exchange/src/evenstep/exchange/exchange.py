@@ -4,6 +4,7 @@
 `Transfer.launch` (move) -> `Transfer.wait` (views of what arrived).
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -11,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from evenstep.balance import Route
-from evenstep.exchange.errors import MismatchError
-from evenstep.exchange.moves import Moves, plan_moves
+from evenstep.exchange.errors import ExchangeError, ExchangeStoppedError, MismatchError
+from evenstep.exchange.moves import Moves, Placement, plan_moves
 from evenstep.exchange.offer import Agreement, Offer
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
 from evenstep.exchange.payload import Payload
@@ -21,6 +22,7 @@ from evenstep.exchange.rounds import Kind, Rounds, Setting
 from evenstep.exchange.schemas import check_same_schema
 from evenstep.exchange.waiting import Patience
 from evenstep.serialize import (
+    VALUES_KEY,
     FlatSample,
     SampleLayout,
     TensorSample,
@@ -32,6 +34,12 @@ from evenstep.serialize import (
 
 Plan: TypeAlias = Callable[[Agreement], Iterable[tuple[int, Route]]]
 """From what all ranks know, the same deliveries on every rank: (global index, route)."""
+
+Check: TypeAlias = Callable[[Sequence[tuple[int, Placement]], Sequence[SampleLayout]], None]
+"""Raises unless the samples that will be on this rank fit together.
+
+It gets the holder and placement of each, those that stay and those that come, and their layouts.
+"""
 
 
 class Arrival(NamedTuple):
@@ -137,15 +145,18 @@ class SampleExchange:
             layouts=layouts,
         )
 
-    def prepare(self, agreement: Agreement, plan: Plan) -> "Transfer":
+    def prepare(
+        self, agreement: Agreement, plan: Plan, *, check: Check | None = None
+    ) -> "Transfer":
         """Plan, pack, and commit to the plan together with all ranks.
 
         Args:
             agreement: The latest result of `agree`.
             plan: Called once. All ranks must come to the same deliveries; that is checked.
+            check: Called once with what will be on this rank, before anything moves.
 
         Raises:
-            BaseException: What went wrong while planning or packing here.
+            BaseException: What went wrong while planning, checking or packing here.
             PeerFailedError: What went wrong on another rank.
             MismatchError: If ranks came to different plans.
             ExchangeError: If peers are lost or late.
@@ -159,7 +170,10 @@ class SampleExchange:
                 rank=self.rank,
                 world_size=self.world_size,
             )
-            return Transfer(self, agreement, moves), moves.digest
+            transfer = Transfer(self, agreement, moves)
+            if check is not None:
+                check(*transfer.arriving(agreement))
+            return transfer, moves.digest
 
         transfer, digests = self._rounds.gather(Kind.COMMIT, commit)
         for rank, digest in enumerate(digests):
@@ -171,8 +185,16 @@ class SampleExchange:
         return transfer
 
     def leave(self) -> None:
-        """Tell the peers that this rank takes no further part; their next `agree` raises."""
-        self._rounds.leave()
+        """Tell the peers that this rank takes no further part; their next `agree` raises.
+
+        Returns when they have heard it, or cannot hear any more.
+        """
+
+        def refuse() -> Offer:
+            raise ExchangeStoppedError("this rank has left the exchange")
+
+        with contextlib.suppress(ExchangeError):
+            self.agree(refuse)
 
 
 class Transfer:
@@ -185,8 +207,9 @@ class Transfer:
     def __init__(self, exchange: SampleExchange, agreement: Agreement, moves: Moves) -> None:
         self.moves = moves
         self._kept = [(place, agreement.offer.samples[place.local_idx]) for place in moves.kept]
+        self._rank = exchange.rank
         self._incoming = [
-            (place, agreement.reports[peer].layout(place.local_idx))
+            (peer, place, agreement.reports[peer].layout(place.local_idx))
             for peer, places in enumerate(moves.receives)
             for place in places
         ]
@@ -199,6 +222,15 @@ class Transfer:
             device=_device_of(agreement.samples, default=exchange.payload.device),
         )
         self._patience = exchange.patience
+
+    def arriving(
+        self, agreement: Agreement
+    ) -> tuple[list[tuple[int, Placement]], list[SampleLayout]]:
+        """Return holder, placement and layout of all samples that will be on this rank."""
+        rank, moves = self._rank, self.moves
+        kept = [((rank, place), agreement.layouts[place.local_idx]) for place in moves.kept]
+        incoming = [((peer, place), layout) for peer, place, layout in self._incoming]
+        return [what for what, _ in kept + incoming], [layout for _, layout in kept + incoming]
 
     def launch(self) -> None:
         """Start moving the samples; every rank's launches follow the same order."""
@@ -215,15 +247,23 @@ class Transfer:
         received = self._payload.wait(self._patience)
         arrivals = [Arrival(*place[:2], sample) for place, sample in self._kept]
         offset = 0
-        for place, layout in self._incoming:
-            sample = unfold_values(unpack_sample(received, layout, offset))
-            arrivals.append(Arrival(*place[:2], sample))
+        for _, place, layout in self._incoming:
+            sample = unpack_sample(received, layout, offset)
+            arrivals.append(Arrival(*place[:2], _with_values(sample)))
             offset += layout.nbytes
         return sorted(arrivals, key=lambda arrival: arrival[:2])
 
     def release(self) -> None:
         """Give the receive buffer back for later windows; no arrived tensor may be used after."""
         self._payload.release()
+
+
+def _with_values(sample: TensorSample) -> FlatSample:
+    """Unfold the plain values, from bytes of their own: they outlive the receive buffer."""
+    values = sample.get(VALUES_KEY)
+    if values is not None:
+        sample[VALUES_KEY] = values.clone()
+    return unfold_values(sample)
 
 
 def _device_of(samples: Sequence[TensorSample], *, default: torch.device) -> torch.device:

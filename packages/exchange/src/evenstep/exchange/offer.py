@@ -3,7 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -94,6 +94,13 @@ class Agreement:
     def num_slots(self) -> int:
         """The largest number of slots that a rank offers."""
         return max(len(report.slot_counts) for report in self.reports)
+
+    def first_slots(self, num_slots: int) -> "Agreement":
+        """Return this agreement without the samples of later slots, on every rank alike."""
+        reports = [
+            report._replace(slot_counts=report.slot_counts[:num_slots]) for report in self.reports
+        ]
+        return replace(self, reports=tuple(reports))
 
     @cached_property
     def holders(self) -> list[tuple[int, int]]:

@@ -31,6 +31,7 @@ class PayloadGroup:
 
     Attributes:
         device: Where the bytes must be: CUDA for NCCL, else the host.
+        stream: As given.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class PayloadGroup:
         self.buffers = BufferPool(pinned=torch.cuda.is_available())
         self._group = group
         self._chunk_bytes = chunk_bytes - chunk_bytes % WORD_BYTES
-        self._stream = stream
+        self.stream = stream
 
     def scope(self) -> AbstractContextManager[object]:
         """Enter the stream for packing and moving, behind the work of the current one."""
-        if self._stream is None:
+        if self.stream is None:
             return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._stream)
+        self.stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self.stream)
 
     def start(self, sent: torch.Tensor, received: torch.Tensor, moves: Moves) -> list[dist.Work]:
         """Start moving `sent`, all samples by destination, into `received`, all by source.

@@ -37,7 +37,6 @@ class Kind(enum.IntEnum):
 class _Status(enum.IntEnum):
     READY = 1
     FAILED = 2
-    LEFT = 3
 
 
 _DOING = {
@@ -121,16 +120,6 @@ class Rounds:
         if len({*texts}) > 1:
             raise MismatchError("ranks have different sets of settings; do they run one version?")
 
-    def leave(self) -> None:
-        """Tell the peers, in the next round for an offer, that this rank takes no further part.
-
-        Raises:
-            ExchangeError: As `Channel.gather`.
-        """
-        if self._broken is None:
-            self._send(Kind.OFFER, self._frame(Kind.OFFER, _Status.LEFT, b"left the exchange"))
-            self._broken = ExchangeError("this rank has left the exchange")
-
     def _frame(self, kind: Kind, status: _Status, body: bytes) -> bytes:
         header = _HEADER.pack(_MAGIC, _VERSION, kind, status, self._number, self._fingerprint)
         return header + body
@@ -141,11 +130,15 @@ class Rounds:
         self._number += 1
         if self._channel is None:
             return [memoryview(frame)]
+        # An interrupted round leaves its collective behind, so that no later one can succeed.
+        self._broken = ExchangeError(f"interrupted while {_DOING[kind]}")
         try:
-            return self._channel.gather(frame, self._patience, doing=_DOING[kind])
+            messages = self._channel.gather(frame, self._patience, doing=_DOING[kind])
         except ExchangeError as error:
-            self._broken = error  # peers are lost or out of step: no later round can succeed
+            self._broken = error
             raise
+        self._broken = None
+        return messages
 
     def _check(self, kind: Kind, frames: list[memoryview]) -> None:
         headers = [_unpack_header(frame, rank) for rank, frame in enumerate(frames)]

@@ -1,6 +1,20 @@
 """Wraps a data iterator so that every micro-batch costs each data-parallel rank the same."""
 
+from evenstep.balance import (
+    assert_intra_no_cross_slot,
+    balanced_assignment,
+    balanced_index_order,
+    build_window_route,
+    intra_route,
+    window_cost_spread,
+)
+from evenstep.exchange import (
+    build_module_dp_process_groups,
+    prepare_sample_exchange,
+)
 from evenstep.reorder_buffer.agreement import check_agreement
+from evenstep.reorder_buffer.buffer import Launch, ReorderingBuffer
+from evenstep.reorder_buffer.by_route import exchange_by_route, reassemble_window
 from evenstep.reorder_buffer.cost import (
     CostFunction,
     SampleCost,
@@ -33,6 +47,14 @@ from evenstep.reorder_buffer.vision import (
     empty_like_vision,
     patches_per_image,
 )
+from evenstep.reorder_buffer.window import OnUnevenEnd, UnevenEndError, exchange_window
+from evenstep.serialize import (
+    deserialize_sample,
+    sample_byte_size,
+    sample_keys,
+    serialize_sample,
+    tensor_metadata,
+)
 
 __all__ = [
     "MIMO_LAYOUT",
@@ -45,29 +67,49 @@ __all__ = [
     "Global",
     "ItemCounter",
     "Items",
+    "Launch",
     "Layout",
     "MicroBatch",
+    "OnUnevenEnd",
     "Ragged",
+    "ReorderingBuffer",
     "SampleCost",
     "SampleListLayout",
     "TokenCounter",
+    "UnevenEndError",
     "apply_sample_dispatch",
+    "assert_intra_no_cross_slot",
     "audio_layout",
+    "balanced_assignment",
+    "balanced_index_order",
     "batch_to_cuda",
+    "build_module_dp_process_groups",
+    "build_window_route",
     "check_agreement",
     "costs_of_samples",
     "cu_img_from_counts",
+    "deserialize_sample",
     "empty_like_vision",
+    "exchange_by_route",
+    "exchange_window",
     "gather_vision_subdict",
     "hf_vision_layout",
     "image_layout",
+    "intra_route",
     "merge_samples",
     "padded_text",
     "patches_per_image",
+    "prepare_sample_exchange",
+    "reassemble_window",
     "record_stream_for_batch",
     "reorder_vision_by_images",
     "reorder_window_local",
+    "sample_byte_size",
     "sample_cost",
+    "sample_keys",
     "samples_with_costs",
+    "serialize_sample",
     "split_microbatch",
+    "tensor_metadata",
+    "window_cost_spread",
 ]

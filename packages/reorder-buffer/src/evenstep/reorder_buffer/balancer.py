@@ -1,0 +1,141 @@
+"""One window of micro-batches: what a rank offers, who computes what, and the result joined.
+
+Nothing here communicates: `SampleExchange` executes what is planned here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from evenstep.balance import Route, Strategy, build_window_route, window_cost_spread
+from evenstep.exchange import Agreement, Arrival, Offer, Placement
+from evenstep.reorder_buffer.agreement import check_agreement
+from evenstep.reorder_buffer.cost import CostFunction, samples_with_costs
+from evenstep.reorder_buffer.layout import BatchLayout, BatchT, Layout
+from evenstep.reorder_buffer.local_reorder import ImageCountFunction
+from evenstep.serialize import FlatSample, SampleLayout
+
+__all__ = ["WindowBalancer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowBalancer(Generic[BatchT]):
+    """How the micro-batches of a window are cut, balanced and joined.
+
+    Attributes:
+        dp_size: Number of ranks.
+        n_groups: Canonical group count; a multiple of `dp_size`.
+        cost_of: The cost of a flat sample.
+        image_count_of: The items per sample of a micro-batch; None for what the layout finds.
+        layout: The form of the micro-batches.
+        strategy: Who gets what.
+
+    Raises:
+        ValueError: If `dp_size` does not divide `n_groups`.
+    """
+
+    dp_size: int
+    n_groups: int
+    cost_of: CostFunction
+    image_count_of: ImageCountFunction[BatchT] | None
+    layout: Layout[BatchT]
+    strategy: str | Strategy
+
+    def __post_init__(self) -> None:
+        if self.dp_size < 1 or self.n_groups < 1 or self.n_groups % self.dp_size:
+            raise ValueError(
+                f"n_groups is {self.n_groups} and dp_size {self.dp_size}; n_groups must be a "
+                "positive multiple of dp_size, the least common multiple of the modules' DP sizes"
+            )
+
+    def offer(self, batches: Sequence[BatchT], *, exhausted: bool = False) -> Offer:
+        """Cut this rank's micro-batches and compute the costs.
+
+        Raises:
+            ValueError: If they differ in size, or a field or a cost is bad.
+            RuntimeError: If user code raises StopIteration, which would look like the data's end.
+        """
+        samples: list[FlatSample] = []
+        costs: list[float] = []
+        slot_counts: list[int] = []
+        try:
+            for batch in batches:
+                counts = None if self.image_count_of is None else self.image_count_of(batch)
+                flats, costs_of_slot = samples_with_costs(
+                    batch, layout=self.layout, cost_of=self.cost_of, counts=counts
+                )
+                samples += flats
+                costs += costs_of_slot
+                slot_counts.append(len(flats))
+        except StopIteration as error:
+            raise RuntimeError("cost_of or image_count_of raised StopIteration") from error
+        if len({*slot_counts}) > 1:
+            raise ValueError(
+                f"the micro-batches of this window have {slot_counts} samples; all must have "
+                "equally many, so let the loader drop the last incomplete one (drop_last=True)"
+            )
+        return Offer(samples=samples, slot_counts=slot_counts, costs=costs, exhausted=exhausted)
+
+    def route(self, agreement: Agreement) -> list[Route]:
+        """Return the route of every sample by global index; the same on every rank.
+
+        Raises:
+            ValueError: If the ranks' micro-batches differ in number or size, or their samples do
+                not divide into the groups.
+        """
+        counts = [report.slot_counts for report in agreement.reports]
+        if len({*counts}) > 1:
+            told = ", ".join(f"rank {rank}: {[*count]}" for rank, count in enumerate(counts[:8]))
+            raise ValueError(
+                "ranks must bring equally many samples to each micro-batch of a window, but their "
+                f"counts per micro-batch are {told}{' ...' if len(counts) > 8 else ''}"
+            )
+        return build_window_route(
+            self._costs(agreement), self.n_groups, self.dp_size, strategy=self.strategy
+        )
+
+    def spread(self, agreement: Agreement, route: Sequence[Route]) -> list[dict[str, float]]:
+        """Return `window_cost_spread` of what was agreed and planned."""
+        return window_cost_spread(self._costs(agreement), route, self.dp_size)
+
+    def check(
+        self, arriving: Sequence[tuple[int, Placement]], layouts: Sequence[SampleLayout]
+    ) -> None:
+        """Raise unless the samples that will be on this rank can be joined, slot by slot.
+
+        Args:
+            arriving: The rank that holds each sample, and its placement.
+            layouts: Their metadata.
+
+        Raises:
+            ValueError: Naming the field and two samples that differ in it.
+        """
+        if not isinstance(self.layout, BatchLayout):
+            return
+        for slot in sorted({place.dst_slot for _, place in arriving}):
+            members = [i for i, (_, place) in enumerate(arriving) if place.dst_slot == slot]
+            check_agreement(
+                self.layout,
+                [layouts[i] for i in members],
+                [f"rank {arriving[i][0]}, sample {arriving[i][1].local_idx}" for i in members],
+            )
+
+    def merge(self, arrivals: Sequence[Arrival], num_slots: int) -> list[BatchT]:
+        """Join the samples of this rank to micro-batches, each in canonical order.
+
+        Args:
+            arrivals: By slot and canonical position.
+            num_slots: Number of micro-batches.
+        """
+        slots: list[list[FlatSample]] = [[] for _ in range(num_slots)]
+        for arrival in arrivals:
+            slots[arrival.dst_slot].append(arrival.sample)
+        return [self.layout.merge(flats) for flats in slots]
+
+    @property
+    def keeps_views(self) -> bool:
+        """Whether merged micro-batches may hold views of what they were merged from."""
+        return not isinstance(self.layout, BatchLayout)
+
+    def _costs(self, agreement: Agreement) -> list[list[float]]:
+        return [agreement.costs_of_slot(slot) for slot in range(agreement.num_slots)]

@@ -1,0 +1,212 @@
+"""The iterator that users put in front of their loader's."""
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Generic, Literal, Self, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from evenstep.balance import Strategy
+from evenstep.exchange import Patience, SampleExchange
+from evenstep.reorder_buffer.balancer import WindowBalancer
+from evenstep.reorder_buffer.cost import CostFunction
+from evenstep.reorder_buffer.layout import BatchT, Layout
+from evenstep.reorder_buffer.local_reorder import ImageCountFunction
+from evenstep.reorder_buffer.overlap import StopRequest
+from evenstep.reorder_buffer.presets import MIMO_LAYOUT
+from evenstep.reorder_buffer.settings import check_overlap, check_window_size, settings_of
+from evenstep.reorder_buffer.source import WindowSource
+from evenstep.reorder_buffer.window import OnUnevenEnd, WindowPipeline
+from evenstep.reorder_buffer.windows import CallerLaunches, Inline, Windows, WorkerDoesAll
+
+__all__ = ["Launch", "ReorderingBuffer"]
+
+Launch: TypeAlias = Literal["auto", "caller", "worker"]
+"""Which thread launches the samples' collective under overlap."""
+
+_Driver: TypeAlias = Callable[
+    [WindowPipeline[BatchT], WindowSource[BatchT], StopRequest], Windows[BatchT]
+]
+
+
+class ReorderingBuffer(Generic[BatchT]):
+    """Wrap a data iterator so that each yielded micro-batch is cost-balanced.
+
+    `window_size` micro-batches are balanced in one exchange and served one at a time; at
+    `dp_size == 1` they are permuted locally. Every rank of the group must construct it, with the
+    same settings (they are compared), and iterate it. It is a context manager; without one, it
+    closes itself when it is dropped, and when the interpreter exits.
+
+    With `overlap=True` a worker thread stays ahead: one window is being served, one is ready or
+    moving, one is being collected, so up to three are resident at once.
+
+    Args:
+        data_iterator: Yields this rank's micro-batch shards.
+        dp_rank: This rank's module-local DP rank.
+        dp_size: This module's DP size.
+        n_groups: Canonical group count (LCM of the module DP sizes).
+        cost_of: `callable(flat) -> float` per-sample cost.
+        dp_group_gloo: Gloo process group for the metadata, used by nobody else; None if
+            `dp_size` is 1.
+        dp_group_nccl: Process group for the samples, NCCL or Gloo, under overlap used by nobody
+            else; None if `dp_size` is 1.
+        overlap: Exchange the next window on a background thread.
+        image_count_of: Optional `callable(batch) -> LongTensor` of per-sample image counts.
+        window_size: Micro-batches balanced per exchange.
+        layout: The form of the micro-batches.
+        strategy: Name or object of the balancing strategy.
+        on_uneven_end: What happens when a rank's data ends before that of the others.
+        timeout_s: How long to wait for a peer, in seconds.
+        launch: Under overlap, the thread that launches the samples' collective: the `"caller"` of
+            `next()`, at one fixed point, which is what `"auto"` takes on NCCL, where collectives
+            from several threads can deadlock; or the `"worker"`, which it takes on Gloo.
+
+    Raises:
+        ValueError: If `window_size < 1`, `overlap=True` under CUDA_DEVICE_MAX_CONNECTIONS=1, or
+            another argument is bad; before any communication.
+        evenstep.exchange.MismatchError: If the ranks' settings differ.
+    """
+
+    def __init__(
+        self,
+        data_iterator: Iterable[BatchT],
+        *,
+        dp_rank: int,
+        dp_size: int,
+        n_groups: int,
+        cost_of: CostFunction,
+        dp_group_gloo: dist.ProcessGroup | None,
+        dp_group_nccl: dist.ProcessGroup | None,
+        overlap: bool = True,
+        image_count_of: ImageCountFunction[BatchT] | None = None,
+        window_size: int = 1,
+        layout: Layout[BatchT] = MIMO_LAYOUT,  # type: ignore[assignment]  # then BatchT is a dict
+        strategy: str | Strategy = "lpt",
+        on_uneven_end: OnUnevenEnd = "stop",
+        timeout_s: float = 600.0,
+        launch: Launch = "auto",
+    ) -> None:
+        balancer = WindowBalancer(
+            dp_size=dp_size,
+            n_groups=n_groups,
+            cost_of=cost_of,
+            image_count_of=image_count_of,
+            layout=layout,
+            strategy=strategy,
+        )
+        check_window_size(window_size)
+        driver: _Driver[BatchT] = _driver(
+            overlap=overlap, launch=launch, payload_group=dp_group_nccl
+        )
+        stop = StopRequest()
+        exchange = SampleExchange(
+            rank=dp_rank,
+            world_size=dp_size,
+            control_group=dp_group_gloo,
+            payload_group=dp_group_nccl,
+            settings=settings_of(balancer, window_size=window_size, on_uneven_end=on_uneven_end),
+            same_schema=False,  # the layout knows which fields a sample may lack
+            patience=Patience(timeout_s=timeout_s, should_stop=stop.overdue),
+            stream=_side_stream() if overlap else None,
+        )
+        exchange.compare_settings()
+        self._pipeline = WindowPipeline(balancer, exchange, on_uneven_end=on_uneven_end)
+        source = WindowSource(iter(data_iterator), window_size, stop)
+        self._windows: Windows[BatchT] = driver(self._pipeline, source, stop)
+        self._ready: deque[BatchT] = deque()
+        self._end: BaseException | None = None
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _close, self._windows, self._pid)
+
+    @property
+    def left_over(self) -> tuple[int, ...]:
+        """Micro-batches per rank that were read but not served, as another rank's data ended."""
+        return self._pipeline.left_over
+
+    def __iter__(self) -> Self:
+        """Return itself: there is one pass."""
+        return self
+
+    def __next__(self) -> BatchT:
+        """Return the next balanced micro-batch.
+
+        Raises:
+            StopIteration: At the end of the data, on every rank after the same window, and from
+                then on.
+            BaseException: What went wrong on this rank; and from then on again.
+            evenstep.exchange.ExchangeError: What went wrong on another rank, likewise.
+            RuntimeError: After `shutdown`, or in a process that fork() made.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this ReorderingBuffer was copied into another process by fork(), and its worker "
+                "and groups stayed behind; construct it in the process that iterates it"
+            )
+        if not self._ready:
+            if self._end is not None:
+                raise self._end
+            self._ready.extend(self._next_window())
+        return self._ready.popleft()
+
+    def shutdown(self) -> None:
+        """Stop the overlap worker, tell the peers, and wait for both in bounded time."""
+        self._finish(RuntimeError("this ReorderingBuffer was shut down"))
+        self._ready.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _next_window(self) -> list[BatchT]:
+        try:
+            window = self._windows.next()
+        except BaseException as error:
+            self._end = error
+            if not isinstance(error, KeyboardInterrupt):  # that shall not wait for any peer
+                self._finalizer()
+            raise
+        if window is None:
+            self._finish(StopIteration())
+            raise StopIteration
+        return window
+
+    def _finish(self, end: BaseException) -> None:
+        """Note how it ended, the first time, and close."""
+        self._end = self._end or end
+        self._finalizer()
+
+
+def _driver(
+    *, overlap: bool, launch: Launch, payload_group: dist.ProcessGroup | None
+) -> "_Driver[BatchT]":
+    if launch not in {"auto", "caller", "worker"}:
+        raise ValueError(f"launch is {launch!r}; it must be 'auto', 'caller' or 'worker'")
+    if not overlap:
+        return Inline
+    check_overlap(payload_group)
+    if launch == "auto":
+        on_gpu = payload_group is not None and dist.get_backend(payload_group) == "nccl"
+        launch = "caller" if on_gpu else "worker"
+    return CallerLaunches if launch == "caller" else WorkerDoesAll
+
+
+def _side_stream() -> torch.cuda.Stream | None:
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]  # untyped in torch
+
+
+def _close(windows: Windows[BatchT], pid: int) -> None:
+    if os.getpid() == pid:  # a forked copy has nothing to close
+        windows.close()

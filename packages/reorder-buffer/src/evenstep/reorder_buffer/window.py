@@ -1,0 +1,215 @@
+"""A window of micro-batches across a module's DP group: agree, plan, pack, move, merge."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from evenstep.balance import Route, Strategy
+from evenstep.exchange import Agreement, ExchangeError, Offer, SampleExchange, Transfer
+from evenstep.reorder_buffer.balancer import WindowBalancer
+from evenstep.reorder_buffer.cost import CostFunction
+from evenstep.reorder_buffer.layout import BatchT, Layout
+from evenstep.reorder_buffer.local_reorder import ImageCountFunction
+from evenstep.reorder_buffer.presets import MIMO_LAYOUT
+
+__all__ = ["OnUnevenEnd", "PreparedWindow", "UnevenEndError", "WindowPipeline", "exchange_window"]
+
+logger = logging.getLogger(__name__)
+
+OnUnevenEnd: TypeAlias = Literal["stop", "raise"]
+"""What happens when a rank's data ends before that of the others."""
+
+
+class UnevenEndError(ExchangeError):
+    """A rank's data ended before that of the others; raised on every rank if so chosen."""
+
+
+class WindowPipeline(Generic[BatchT]):
+    """Takes windows through agreeing, planning and packing; all ranks make the same calls.
+
+    Args:
+        balancer: How micro-batches are cut, balanced and joined.
+        exchange: Moves the samples.
+        on_uneven_end: When one rank's data ends first, stop on all ranks behind the last
+            micro-batch that all have, or raise on all.
+
+    Attributes:
+        left_over: How many micro-batches each rank had read and could not serve, because another
+            rank's data had ended; empty unless that happened.
+    """
+
+    def __init__(
+        self,
+        balancer: WindowBalancer[BatchT],
+        exchange: SampleExchange,
+        *,
+        on_uneven_end: OnUnevenEnd = "stop",
+    ) -> None:
+        self.balancer = balancer
+        self.exchange = exchange
+        self.left_over: tuple[int, ...] = ()
+        self._on_uneven_end = on_uneven_end
+        self._over = False
+
+    def prepare(
+        self, collect: Callable[[], tuple[Sequence[BatchT], bool]], *, probe: bool = False
+    ) -> "PreparedWindow[BatchT] | None":
+        """Collect a window and prepare its exchange; None at the end of the data, on every rank.
+
+        Args:
+            collect: Returns this rank's micro-batches, and whether its data ends with them.
+            probe: Log the spread of costs before and after, on rank 0.
+
+        Raises:
+            BaseException: What `collect`, or cutting and costing, raised here.
+            evenstep.exchange.ExchangeError: If peers failed, disagree, or are lost.
+        """
+        if self._over:
+            return None
+        self._over = True  # unless this window comes about, everywhere
+
+        def offer() -> Offer:
+            batches, exhausted = collect()
+            return self.balancer.offer(batches, exhausted=exhausted)
+
+        agreed = self.exchange.agree(offer)
+        agreement = self._cut_to_common(agreed)
+        if agreement.num_slots == 0:
+            return None
+
+        def plan(agreement: Agreement) -> "enumerate[Route]":
+            route = self.balancer.route(agreement)
+            if probe and self.exchange.rank == 0:
+                for slot, spread in enumerate(self.balancer.spread(agreement, route)):
+                    logger.info("slot %d: %s", slot, spread)
+            return enumerate(route)
+
+        transfer = self.exchange.prepare(agreement, plan, check=self.balancer.check)
+        self._over = _is_last(agreed)
+        return PreparedWindow(self.balancer, transfer, agreement.num_slots)
+
+    def leave(self) -> None:
+        """Tell the peers that this rank takes no further part, unless they know."""
+        if not self._over:
+            self._over = True
+            self.exchange.leave()
+
+    def _cut_to_common(self, agreement: Agreement) -> Agreement:
+        """Return the agreement without slots that a rank whose data has ended does not offer."""
+        offered = [len(report.slot_counts) for report in agreement.reports]
+        common = min(offered)
+        if common == max(offered) or not _is_last(agreement):
+            return agreement
+        self.left_over = tuple(count - common for count in offered)
+        first = offered.index(common)
+        told = (
+            f"the data of rank {first} ended first; micro-batches read but left over per rank: "
+            f"{[*self.left_over]}"
+        )
+        if self._on_uneven_end == "raise":
+            raise UnevenEndError(
+                f"{told}. Give every rank equally many, for example with drop_last=True and a "
+                "DistributedSampler, or choose on_uneven_end='stop'"
+            )
+        logger.warning("%s; all ranks stop here", told)
+        return agreement.first_slots(common)
+
+
+def _is_last(agreement: Agreement) -> bool:
+    return any(report.exhausted for report in agreement.reports)
+
+
+class PreparedWindow(Generic[BatchT]):
+    """A window that all ranks have committed to; made by `WindowPipeline.prepare`."""
+
+    def __init__(
+        self, balancer: WindowBalancer[BatchT], transfer: Transfer, num_slots: int
+    ) -> None:
+        self._balancer = balancer
+        self._transfer = transfer
+        self._num_slots = num_slots
+
+    def launch(self) -> None:
+        """Start moving the samples; every rank's launches follow the same order."""
+        self._transfer.launch()
+
+    def finish(self) -> list[BatchT]:
+        """Wait for the samples and join them; return the window's micro-batches of this rank."""
+        batches = self._balancer.merge(self._transfer.wait(), self._num_slots)
+        if not self._balancer.keeps_views:
+            self._transfer.release()
+        return batches
+
+
+def exchange_window(
+    batches: Sequence[BatchT],
+    *,
+    dp_rank: int,
+    dp_size: int,
+    n_groups: int,
+    cost_of: CostFunction,
+    dp_group_gloo: dist.ProcessGroup | None,
+    dp_group_nccl: dist.ProcessGroup | None,
+    nccl_stream: torch.cuda.Stream | None = None,
+    image_count_of: ImageCountFunction[BatchT] | None = None,
+    probe: bool = False,
+    layout: Layout[BatchT] = MIMO_LAYOUT,  # type: ignore[assignment]  # then BatchT is a dict
+    strategy: str | Strategy = "lpt",
+) -> list[BatchT]:
+    """Cost-balance a window of W micro-batches across a module DP group in one exchange.
+
+    Every rank of the group must call this. Costs and metadata go over the Gloo group once per
+    window, and the samples move in one `all_to_all_single`. Paired modules must pass the same
+    `n_groups`, `cost_of` and `strategy`.
+
+    Args:
+        batches: This rank's W micro-batch shards, each with the same local sample count.
+        dp_rank: This rank's module-local DP rank.
+        dp_size: This module's DP size.
+        n_groups: Canonical group count (LCM of the module DP sizes).
+        cost_of: `callable(flat) -> float` per-sample cost (see `sample_cost`).
+        dp_group_gloo: Gloo process group for the metadata; None if `dp_size` is 1.
+        dp_group_nccl: Process group for the samples, NCCL or Gloo; None if `dp_size` is 1.
+        nccl_stream: Optional CUDA stream to run the all-to-all on.
+        image_count_of: Optional `callable(batch) -> LongTensor` of per-sample image counts.
+        probe: When True, log the per-slot cost spread on `dp_rank == 0`.
+        layout: The form of the micro-batches.
+        strategy: Name or object of the balancing strategy.
+
+    Returns:
+        W rebalanced micro-batches for this rank, slot s at index s.
+
+    Raises:
+        ValueError: If `batches` is empty or the shards differ in local size. Peers raise
+            `evenstep.exchange.PeerFailedError` then.
+        evenstep.exchange.ExchangeError: If peers failed, disagree, or are lost.
+    """
+    balancer = WindowBalancer(
+        dp_size=dp_size,
+        n_groups=n_groups,
+        cost_of=cost_of,
+        image_count_of=image_count_of,
+        layout=layout,
+        strategy=strategy,
+    )
+    exchange = SampleExchange(
+        rank=dp_rank,
+        world_size=dp_size,
+        control_group=dp_group_gloo,
+        payload_group=dp_group_nccl,
+        same_schema=False,  # the layout knows which fields a sample may lack
+        stream=nccl_stream,
+    )
+
+    def collect() -> tuple[Sequence[BatchT], bool]:
+        if not batches:
+            raise ValueError("batches is empty; a window needs at least one micro-batch")
+        return batches, False
+
+    window = WindowPipeline(balancer, exchange).prepare(collect, probe=probe)
+    assert window is not None  # only exhausted data ends
+    window.launch()
+    return window.finish()
