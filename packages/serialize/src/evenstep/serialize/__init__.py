@@ -6,6 +6,7 @@ from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.files import dump, load
 from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
 from evenstep.serialize.layout import TensorSample, sample_layout
+from evenstep.serialize.manifest import Manifest
 from evenstep.serialize.metadata import (
     SampleMeta,
     deserialize_sample,
@@ -21,6 +22,7 @@ from evenstep.serialize.nested import (
     flatten_nested,
     unflatten_nested,
 )
+from evenstep.serialize.packed import PackedSample, PackedSamples, pack
 from evenstep.serialize.packing import pack_samples
 from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema
 from evenstep.serialize.unpacking import unpack_sample, unpack_samples
@@ -32,7 +34,10 @@ __all__ = [
     "FieldSpec",
     "FlatSample",
     "Leaf",
+    "Manifest",
     "NestedSample",
+    "PackedSample",
+    "PackedSamples",
     "SampleLayout",
     "SampleMeta",
     "SampleSchema",
@@ -44,6 +49,7 @@ __all__ = [
     "fold_values",
     "load",
     "loads",
+    "pack",
     "pack_samples",
     "sample_byte_size",
     "sample_keys",

@@ -12,8 +12,11 @@ MAX_NDIM = 64
 MAX_KEY_BYTES = 4096
 """UTF-8 bytes of one key, dotted path included."""
 
-MAX_FIELDS = 2**16
-"""Tensors and ``None`` entries of one sample."""
+MAX_FIELDS = 2**12
+"""Keys of one schema."""
+
+MAX_TENSORS = 2**16
+"""Tensors of one self-describing document."""
 
 MAX_VALUES = 2**20
 """Values of one self-describing document, containers included. More numbers belong in a tensor."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT, aligned
 from evenstep.serialize.errors import DecodeError
-from evenstep.serialize.limits import MAX_DEPTH, MAX_FIELDS, MAX_KEY_BYTES, MAX_NBYTES, MAX_VALUES
+from evenstep.serialize.limits import MAX_DEPTH, MAX_KEY_BYTES, MAX_NBYTES, MAX_TENSORS, MAX_VALUES
 from evenstep.serialize.nested import Leaf, NestedSample
 from evenstep.serialize.placement import place_fields
 from evenstep.serialize.schema import read_dtype, read_ndim
@@ -115,8 +115,8 @@ class TreeReader:
         """Read a tensor as a view of the payload."""
         reader = self._reader
         self._num_tensors += 1
-        if self._num_tensors > MAX_FIELDS:
-            raise reader.error(f"more than {MAX_FIELDS} tensors")
+        if self._num_tensors > MAX_TENSORS:
+            raise reader.error(f"more than {MAX_TENSORS} tensors")
         dtype = read_dtype(reader)
         shape = tuple([reader.varint() for _ in range(read_ndim(reader))])
         try:

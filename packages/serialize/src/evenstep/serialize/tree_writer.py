@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenstep.serialize.dtypes import DTYPE_CODES
 from evenstep.serialize.layout import is_plain, refusal
-from evenstep.serialize.limits import MAX_DEPTH, MAX_FIELDS, MAX_NDIM, MAX_VALUES
+from evenstep.serialize.limits import MAX_DEPTH, MAX_NDIM, MAX_TENSORS, MAX_VALUES
 from evenstep.serialize.nested import Leaf
 from evenstep.serialize.schema import check_key
 from evenstep.serialize.wire import write_varint
@@ -121,8 +121,8 @@ class TreeWriter:
         """Append a tensor."""
         if not is_plain(value) or value.dtype not in DTYPE_CODES or value.dim() > MAX_NDIM:
             raise ValueError(refusal(_path_text(path), value))
-        if len(self.tensors) == MAX_FIELDS:
-            raise ValueError(f"sample has over {MAX_FIELDS} tensors; join some")
+        if len(self.tensors) == MAX_TENSORS:
+            raise ValueError(f"sample has over {MAX_TENSORS} tensors; join some")
         self.tree += bytes((TENSOR, DTYPE_CODES[value.dtype], value.dim()))
         for size in value.shape:
             write_varint(self.tree, size)
