@@ -1,5 +1,6 @@
 """Declaring a layout: patterns, kinds, groups of items, and what they refuse."""
 
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from evenstep.reorder_buffer import (
     Items,
     Ragged,
     check_agreement,
+    hf_vision_layout,
 )
 from evenstep.serialize import Leaf, fold_values, sample_layout
 from tests.reorder_buffer.microbatches import assert_same, numbers
@@ -216,6 +218,13 @@ def test_micro_batches_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         layout(fields).split({**IDS, **more})
+
+
+def test_a_layout_can_be_sent_to_a_worker_process() -> None:
+    sent = pickle.loads(pickle.dumps(hf_vision_layout(image_token_id=7)))
+    batch = {"input_ids": torch.tensor([[7], [0]]), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    assert_same(sent.merge(sent.split(batch)), batch)
+    assert repr(sent) == repr(hf_vision_layout(image_token_id=7))  # the same on every rank
 
 
 def test_unlisted_fields_can_be_refused() -> None:

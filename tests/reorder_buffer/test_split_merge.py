@@ -56,7 +56,7 @@ def vision_batch() -> dict[str, Any]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(mimo_cases())
 def test_merging_what_was_split_gives_the_micro_batch_back(case: Case) -> None:
     flats = MIMO_LAYOUT.split(case.batch, counts=case.counts)
@@ -64,7 +64,7 @@ def test_merging_what_was_split_gives_the_micro_batch_back(case: Case) -> None:
     assert_same(merge_samples(flats), case.batch)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(mimo_cases(), st.data())
 def test_any_order_equals_a_plain_gather_also_where_some_samples_arrived(
     case: Case, data: st.DataObject

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
@@ -81,9 +80,9 @@ class BatchLayout:
                 "such as ('input_ids',), from which the number of samples is read."
             )
         patterns = tuple((key_pattern(pattern), kind) for pattern, kind in self.fields.items())
-        # The instance is frozen for its users, from here on.
-        object.__setattr__(self, "fields", MappingProxyType(dict(self.fields)))
-        object.__setattr__(self, "counters", MappingProxyType(dict(self.counters)))
+        # Copies of its own, so that no later change of the caller's dicts goes halfway.
+        object.__setattr__(self, "fields", dict(self.fields))
+        object.__setattr__(self, "counters", dict(self.counters))
         object.__setattr__(self, "size_fields", tuple(self.size_fields))
         object.__setattr__(self, "_patterns", patterns)
 
