@@ -8,6 +8,8 @@ from evenstep.balance.costs import (
     evaluate_costs,
     transformer_cost,
 )
+from evenstep.balance.dynamic_cp import DynamicCpStrategy, plan_dynamic_cp
+from evenstep.balance.dynamic_cp_plan import CpGroup, DynamicCpPlan
 from evenstep.balance.order import balanced_index_order
 from evenstep.balance.packing import PackingStrategy, plan_packing
 from evenstep.balance.packing_load import SequenceLoad
@@ -28,6 +30,9 @@ from evenstep.balance.window import WindowPlan, build_window_route, plan_window
 __all__ = [
     "Calibration",
     "CostModel",
+    "CpGroup",
+    "DynamicCpPlan",
+    "DynamicCpStrategy",
     "GroupPlan",
     "LeastMove",
     "Lpt",
@@ -50,6 +55,7 @@ __all__ = [
     "encoder_cost",
     "evaluate_costs",
     "intra_route",
+    "plan_dynamic_cp",
     "plan_groups",
     "plan_packing",
     "plan_phases",

@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias, get_args
 
 from evenstep.balance.packing_arrival import arrival_microbatches
 from evenstep.balance.packing_bounds import step_bound
+from evenstep.balance.packing_input import check_share
 from evenstep.balance.packing_load import SequenceLoad
 from evenstep.balance.packing_plan import PackingPlan, finished_plan
 from evenstep.balance.packing_problem import PackingProblem, Synchronize
@@ -63,10 +64,7 @@ def plan_packing(
         max_sequences=max_sequences,
         synchronize=synchronize,
     )
-    if not 0 <= extra_microbatches < float("inf"):
-        raise ValueError(
-            f"extra_microbatches is {extra_microbatches!r}; it must be finite and not negative"
-        )
+    check_share("extra_microbatches", extra_microbatches)
     if strategy not in get_args(PackingStrategy):
         raise ValueError(f"strategy is {strategy!r}; it must be one of {get_args(PackingStrategy)}")
     bound = step_bound(problem)

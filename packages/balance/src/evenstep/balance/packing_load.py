@@ -3,10 +3,9 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Rational
 from typing import TypeAlias
 
-from evenstep.balance.packing_input import positive_int
+from evenstep.balance.packing_input import check_share, positive_int
 
 Coefficient: TypeAlias = int | float | Fraction
 """A finite number >= 0; a float stands for exactly the binary fraction that it is."""
@@ -33,10 +32,7 @@ class SequenceLoad:
 
     def __post_init__(self) -> None:
         for name, value in (("linear", self.linear), ("quadratic", self.quadratic)):
-            if isinstance(value, bool) or not isinstance(value, (float, Rational)):
-                raise ValueError(f"{name} is {value!r}; it must be an int, a float or a Fraction")
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} is {value!r}; it must be finite and not negative")
+            check_share(name, value)
         if not (self.linear or self.quadratic):
             raise ValueError("linear and quadratic are both 0; at least one must be positive")
 

@@ -38,7 +38,7 @@ def balanced_microbatches(problem: PackingProblem, *, extra: float, bound: int) 
     bins = fill_bins(problem)
     count = problem.rounded_up(len(bins))
     if count > len(problem.lengths):
-        return _evened(problem, by_falling_load(problem, _fewer_bins(problem, bins)))
+        return _evened(problem, by_falling_load(problem, fewest_allowed_bins(problem)))
     first = count // problem.num_ranks
     wanted = math.floor(fewest_microbatches(problem) * (1 + extra))
     most = max(first, min(wanted, len(problem.lengths) // problem.num_ranks))
@@ -56,6 +56,21 @@ def balanced_microbatches(problem: PackingProblem, *, extra: float, bound: int) 
         if step_of(problem, naive) < best_step:
             return naive
     return best
+
+
+def fewest_allowed_bins(problem: PackingProblem) -> list[Sequences]:
+    """Return as few bins as best-fit decreasing finds, split up to the next allowed number.
+
+    Where that is more than there are sequences, fewer bins are searched for.
+
+    Raises:
+        ValueError: If none are found.
+    """
+    bins = fill_bins(problem)
+    most = len(problem.lengths) // problem.bins_per_step * problem.bins_per_step
+    if len(bins) > most >= fewest_bins(problem):
+        bins = search_bins(problem, most) or bins
+    return split_costliest(problem, bins, problem.allowed_bins(len(bins)))
 
 
 def _candidates(problem: PackingProblem, counts: Sequence[int]) -> Iterator[Microbatches]:
@@ -78,12 +93,3 @@ def _evened(problem: PackingProblem, microbatches: Microbatches) -> Microbatches
         ranks = even_out(problem, spread_over_ranks(problem, microbatches))
         return microbatches_of(problem, ranks)
     return [[lane[0] for lane in even_out(problem, [[b] for b in bins])] for bins in microbatches]
-
-
-def _fewer_bins(problem: PackingProblem, bins: Sequence[Sequences]) -> list[Sequences]:
-    """Return as many bins as are allowed, where `bins` round up to more than there may be."""
-    most = len(problem.lengths) // problem.bins_per_step * problem.bins_per_step
-    found = search_bins(problem, most) if fewest_bins(problem) <= most else None
-    if found is None:
-        found = list(bins)
-    return split_costliest(problem, found, problem.allowed_bins(len(found)))
