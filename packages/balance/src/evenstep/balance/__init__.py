@@ -1,20 +1,13 @@
-"""Deterministic load balancing and sequence packing in pure Python: costs in, plans out."""
+"""Deterministic load balancing and sequence packing in pure Python: costs in, plans out.
 
-from evenstep.balance.calibration import Calibration, calibrate, step_features
-from evenstep.balance.costs import (
-    CostModel,
-    TableCost,
-    encoder_cost,
-    evaluate_costs,
-    transformer_cost,
-)
-from evenstep.balance.dynamic_cp import DynamicCpStrategy, plan_dynamic_cp
-from evenstep.balance.dynamic_cp_plan import CpGroup, DynamicCpPlan
+Importing this package takes a few milliseconds: what only some users need (packing, cost models,
+calibration) is loaded when its name is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from evenstep.balance.order import balanced_index_order
-from evenstep.balance.packing import PackingStrategy, plan_packing
-from evenstep.balance.packing_load import SequenceLoad
-from evenstep.balance.packing_plan import PackingPlan
-from evenstep.balance.packing_problem import Synchronize
 from evenstep.balance.phases import PhasePlan, plan_phases
 from evenstep.balance.plan import GroupPlan, Sizes, plan_groups
 from evenstep.balance.route import (
@@ -26,6 +19,22 @@ from evenstep.balance.route import (
 )
 from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy
 from evenstep.balance.window import WindowPlan, build_window_route, plan_window
+
+if TYPE_CHECKING:
+    from evenstep.balance.calibration import Calibration, calibrate, step_features
+    from evenstep.balance.costs import (
+        CostModel,
+        TableCost,
+        encoder_cost,
+        evaluate_costs,
+        transformer_cost,
+    )
+    from evenstep.balance.dynamic_cp import DynamicCpStrategy, plan_dynamic_cp
+    from evenstep.balance.dynamic_cp_plan import CpGroup, DynamicCpPlan
+    from evenstep.balance.packing import PackingStrategy, plan_packing
+    from evenstep.balance.packing_load import SequenceLoad
+    from evenstep.balance.packing_plan import PackingPlan
+    from evenstep.balance.packing_problem import Synchronize
 
 __all__ = [
     "Calibration",
@@ -64,3 +73,33 @@ __all__ = [
     "transformer_cost",
     "window_cost_spread",
 ]
+
+_LOADED_ON_USE = {
+    "Calibration": "evenstep.balance.calibration",
+    "calibrate": "evenstep.balance.calibration",
+    "step_features": "evenstep.balance.calibration",
+    "CostModel": "evenstep.balance.costs",
+    "TableCost": "evenstep.balance.costs",
+    "encoder_cost": "evenstep.balance.costs",
+    "evaluate_costs": "evenstep.balance.costs",
+    "transformer_cost": "evenstep.balance.costs",
+    "DynamicCpStrategy": "evenstep.balance.dynamic_cp",
+    "plan_dynamic_cp": "evenstep.balance.dynamic_cp",
+    "CpGroup": "evenstep.balance.dynamic_cp_plan",
+    "DynamicCpPlan": "evenstep.balance.dynamic_cp_plan",
+    "PackingStrategy": "evenstep.balance.packing",
+    "plan_packing": "evenstep.balance.packing",
+    "SequenceLoad": "evenstep.balance.packing_load",
+    "PackingPlan": "evenstep.balance.packing_plan",
+    "Synchronize": "evenstep.balance.packing_problem",
+}
+
+if not TYPE_CHECKING:  # a type checker sees the imports above instead, and every misspelt name
+
+    def __getattr__(name: str) -> object:
+        """Load what is loaded on use (PEP 562)."""
+        if name not in _LOADED_ON_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(_LOADED_ON_USE[name]), name)
+        globals()[name] = value
+        return value

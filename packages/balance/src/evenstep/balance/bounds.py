@@ -16,6 +16,8 @@ def max_load_bound(costs: Sequence[float], n_groups: int, least: int) -> float:
     - company: the groups of the `j` largest samples hold `j * (least - 1)` others, at best the
       smallest, and one of them carries their mean.
 
+    The sums round as float64 does: exact for integers, else to within some ulps.
+
     Args:
         costs: Checked costs.
         n_groups: Number of groups.
@@ -31,14 +33,13 @@ def max_load_bound(costs: Sequence[float], n_groups: int, least: int) -> float:
         crowd = fsum(rising[n - 1 - j * n_groups : n - j * n_groups + j])
         bound = max(bound, crowd + smallest[max(0, least - j - 1)])
     largest = 0.0
-    for j in range(1, n_groups + 1):
+    for j in range(1, min(n, n_groups) + 1):
         largest += rising[n - j]
-        fill = j * (least - 1)
+        fill = max(0, j * (least - 1))
         # Were fewer groups to hold the j largest, each lost group would take its `least` largest
         # companions away; the mean grows as long as those carry less than the mean itself.
         mean = (largest + smallest[fill]) / j
         if smallest[fill] - smallest[max(0, fill - least)] > mean:
             break
         bound = max(bound, mean)
-    # The sums above round; a bound that is too high by an ulp would be no bound.
-    return bound * (1 - 1e-15 * n)
+    return bound

@@ -90,7 +90,7 @@ def plan_phases(costs_per_phase: Sequence[Sequence[float]], n_groups: int) -> Ph
         groups=tuple(tuple(sorted(group)) for group in best.groups),
         loads=tuple(tuple(loads) for loads in best.loads),
         max_load=best.objective(),
-        lower_bound=bound,
+        lower_bound=min(bound, best.objective()),  # sums round
         gap=relative_gap(best.objective(), bound),
     )
 

@@ -141,7 +141,7 @@ def _plan(
     homes: Sequence[int] | None,
 ) -> GroupPlan:
     loads = tuple(fsum(costs[i] for i in group) for group in groups)
-    bound = max_load_bound(costs, len(groups), least)
+    bound = min(max_load_bound(costs, len(groups), least), max(loads))  # sums round
     moved: float | None = None
     if homes is not None:
         away = fsum(costs[i] for g, group in enumerate(groups) for i in group if homes[i] != g)

@@ -162,7 +162,7 @@ class Refinement:
         known = self._subsets[group]
         if size not in known:
             chosen = list(combinations(self.groups[group], size))
-            costs = [sum(map(self.falling.__getitem__, ranks)) for ranks in chosen]
+            costs = [self._load(ranks) for ranks in chosen]
             if size > 1:
                 order = sorted(range(len(chosen)), key=costs.__getitem__, reverse=True)
                 chosen, costs = [chosen[i] for i in order], [costs[i] for i in order]

@@ -92,7 +92,7 @@ def plan_window(
             moved.append(cost)
     loads = tuple(tuple(map(fsum, ranks)) for ranks in members)
     cost = _synced(loads, chosen.sync)
-    bound = _bound(slots, dp_size, chosen.scope, chosen.sync)
+    bound = min(cost, _bound(slots, dp_size, chosen.scope, chosen.sync))  # sums round
     total = fsum(chain.from_iterable(slots))
     return WindowPlan(
         route=route,
