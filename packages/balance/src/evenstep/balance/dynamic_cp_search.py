@@ -13,6 +13,7 @@ from evenstep.balance.dynamic_cp_groups import arranged, without_idle
 from evenstep.balance.dynamic_cp_problem import DynamicProblem
 from evenstep.balance.dynamic_cp_sizes import CP_WEIGHT, Sizing, sized
 from evenstep.balance.packing_bounds import step_bound
+from evenstep.balance.packing_fill import fill_bins
 from evenstep.balance.packing_load import SequenceLoad
 from evenstep.balance.packing_problem import PackingProblem
 from evenstep.balance.packing_search import balanced_microbatches, fewest_allowed_bins
@@ -160,7 +161,17 @@ def _one_group_each(problem: DynamicProblem) -> list[Groups]:
         max_sequences=None,
         synchronize="step",
     )
-    return [arranged(problem, sequences) for sequences in fewest_allowed_bins(packing)]
+    try:
+        bins = fewest_allowed_bins(packing)
+    except ValueError:
+        needed = len(fill_bins(packing))
+        raise ValueError(
+            f"{len(problem.lengths)} sequences need {needed} micro-batches of {packing.capacity} "
+            f"tokens, which a multiple of {problem.multiple} rounds up to "
+            f"{packing.rounded_up(needed)}, and none may be empty; pass more sequences, raise "
+            "tokens_per_rank, or lower microbatch_multiple"
+        ) from None
+    return [arranged(problem, sequences) for sequences in bins]
 
 
 def _step(microbatches: Sequence[Groups]) -> int:
