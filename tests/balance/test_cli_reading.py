@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.balance.cli.errors import InputError, UsageError
+from evenstep.balance.cli.errors import InputError, MissingPackageError, UsageError
 from evenstep.balance.cli.reading import COST, LENGTH, Numbers, Rule, packable, read_numbers
 from evenstep.balance.cli.records import Record, csv_records, jsonl_records, line_records
 from evenstep.balance.cli.source import Format, Source
@@ -277,5 +277,5 @@ def test_damaged_parquet(tmp_path: Path) -> None:
 
 def test_parquet_without_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=r"pip install 'evenstep-balance\[parquet\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'evenstep-balance\[parquet\]'"):
         read(Source(path=saved(tmp_path, "x.parquet", "")))

@@ -2,6 +2,8 @@
 
 import sys
 
+from evenstep.balance.cli.errors import MissingPackageError
+
 # What the extra `cli` declares, and what those import.
 _FROM_THE_EXTRA = frozenset({"click", "rich", "typer"})
 
@@ -11,10 +13,8 @@ def main() -> None:
     try:
         from evenstep.balance.cli.app import app  # noqa: PLC0415 (it imports what may be missing)
     except ModuleNotFoundError as error:
-        if error.name not in _FROM_THE_EXTRA:
+        package = (error.name or "").partition(".")[0]
+        if package not in _FROM_THE_EXTRA:
             raise
-        sys.exit(
-            f"evenstep-balance needs the package {error.name}; "
-            "install it with: pip install 'evenstep-balance[cli]'"
-        )
+        sys.exit(str(MissingPackageError(package, "cli")))
     app()

@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from evenstep.balance.cli.errors import InputError, UsageError
+from evenstep.balance.cli.errors import InputError, MissingPackageError, UsageError
 from evenstep.balance.cli.reading import Numbers, Rule, read_numbers
 from evenstep.balance.cli.source import Format, Source
 from evenstep.balance.cli.terminal import reading_progress
@@ -150,6 +150,9 @@ def one_line_errors(source: Source) -> Iterator[None]:
         yield
     except InputError as error:
         typer.echo(f"{source.name}: {error}", err=True)
+        raise typer.Exit(1) from error
+    except MissingPackageError as error:
+        typer.echo(error, err=True)
         raise typer.Exit(1) from error
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error

@@ -1,10 +1,11 @@
 """The picture of `--plot`: the loads of all ranks, before and after."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evenstep.balance.cli.errors import UsageError
+from evenstep.balance.cli.errors import MissingPackageError, UsageError
 from evenstep.balance.cli.figures import Loads, rank_totals, ratio
 from evenstep.balance.packing_problem import Synchronize
 
@@ -15,15 +16,18 @@ if TYPE_CHECKING:
 _BEFORE, _AFTER, _WAITING = "#8a8f98", "#2a7fb8", "#e4e7eb"
 _FORMATS = (".png", ".svg", ".pdf")
 _MAX_SEPARATE_BARS = 128
-_MAX_COLUMNS = 3
+_MAX_COLUMNS = 4
 
 
 def check_plot_path(path: Path) -> None:
     """Raise before any work is done if the plot could not be written.
 
     Raises:
+        MissingPackageError: matplotlib is not installed.
         UsageError: The suffix names no format, or the folder is missing.
     """
+    if find_spec("matplotlib") is None:
+        raise MissingPackageError("matplotlib", "cli")
     if path.suffix.lower() not in _FORMATS:
         raise UsageError(f"--plot {path} must end in one of {', '.join(_FORMATS)}")
     if not path.parent.is_dir():
@@ -51,15 +55,16 @@ def plot_loads(
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 (likewise)
 
     panels = {name: _relative(_waited_for(each, synchronize)) for name, each in loads.items()}
-    columns = min(len(panels), _MAX_COLUMNS)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.6 * columns, 1.0 + 2.6 * rows), dpi=150, layout="constrained")
+    rows = -(-len(panels) // _MAX_COLUMNS)
+    columns = -(-len(panels) // rows)
+    figure = Figure(figsize=(3.2 * columns, 1.0 + 2.6 * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for index, (axis, (name, ranks)) in enumerate(zip(axes.flat, panels.items(), strict=False)):
         _draw_panel(axis, name, ranks, _AFTER if index else _BEFORE)
-    for unused in axes.flat[len(panels) :]:
-        unused.set_visible(False)
+    for unused in range(len(panels), axes.size):
+        axes.flat[unused].set_visible(False)
+        axes.flat[unused - columns].tick_params(labelbottom=True)  # now the last of its column
     axes.flat[0].xaxis.set_major_locator(MaxNLocator(integer=True))  # for all: they share it
     axes.flat[0].set_ylim(0, 1.08 * max(map(max, panels.values())))
     handles, labels = axes.flat[0].get_legend_handles_labels()

@@ -12,7 +12,7 @@ from importlib import import_module
 from itertools import chain
 from typing import NamedTuple, TextIO, TypeAlias
 
-from evenstep.balance.cli.errors import InputError, UsageError
+from evenstep.balance.cli.errors import InputError, MissingPackageError, UsageError
 
 _DELIMITERS = ",;\t|"
 _LISTED = 10
@@ -84,17 +84,15 @@ def parquet_records(stream: io.IOBase, column: str | None) -> Iterator[Record]:
     """Give the values of one column; the line number is that of the row, from 1.
 
     Raises:
-        InputError: pyarrow is not installed, or the stream is not a Parquet file.
+        InputError: The stream is not a Parquet file.
+        MissingPackageError: pyarrow is not installed.
         UsageError: `column` does not choose one column.
     """
     try:
         # By name, because pyarrow ships no types, and the checker may run with or without it.
         arrow, parquet = map(import_module, ("pyarrow", "pyarrow.parquet"))
     except ModuleNotFoundError as error:
-        raise InputError(
-            "Parquet needs the package pyarrow; "
-            "install it with: pip install 'evenstep-balance[parquet]'"
-        ) from error
+        raise MissingPackageError("pyarrow", "parquet") from error
     try:
         file = parquet.ParquetFile(stream)
         names = file.schema_arrow.names

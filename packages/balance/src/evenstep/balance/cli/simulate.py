@@ -14,11 +14,13 @@ from evenstep.balance.cli.figures import ratio
 from evenstep.balance.cli.plot import check_plot_path
 from evenstep.balance.cli.reading import COST, LENGTH
 from evenstep.balance.cli.simulate_report import plot_step, print_json, print_outcomes
-from evenstep.balance.cli.simulation import Planner, Setting, Step, simulate_step, summarize
+from evenstep.balance.cli.simulation import Contender, Setting, Step, simulate_step, summarize
 from evenstep.balance.cli.source import Format, Source
-from evenstep.balance.cli.strategies import AS_READ, STRATEGIES, as_read, planner_of
+from evenstep.balance.cli.strategies import ACROSS_SLOTS, AS_READ, WITHIN_SLOT, contender
 from evenstep.balance.cli.terminal import step_progress
 from evenstep.balance.packing_load import SequenceLoad
+
+STRATEGIES = (*WITHIN_SLOT, *ACROSS_SLOTS)
 
 
 def simulate(
@@ -32,7 +34,10 @@ def simulate(
     synchronize: options.Synchronization = "microbatch",
     strategy: Annotated[
         list[str] | None,
-        typer.Option(help=f"Compare only this; may be repeated. One of {', '.join(STRATEGIES)}."),
+        typer.Option(
+            help=f"Compare only this; may be repeated. One of {', '.join(STRATEGIES)}; the last "
+            "two are for windows of several micro-batches."
+        ),
     ] = None,
     draws: options.Draws = 200,
     seed: options.Seed = None,
@@ -59,7 +64,7 @@ def simulate(
     with options.one_line_errors(source):
         if plot:
             check_plot_path(plot)
-        planners = _planners(strategy, setting)
+        contenders = _contenders(strategy, setting)
         costs_of = costs_from(options.sequence_load(hidden_size, bidirectional=bidirectional))
         rule = COST if hidden_size is None else LENGTH
         numbers = options.load_numbers(source, rule, skip_bad=skip_bad)
@@ -70,10 +75,10 @@ def simulate(
             seed=seed,
             what=setting.describe(),
         )
-        steps = _simulate(setting, planners, chosen, costs_of)
+        steps = _simulate(setting, contenders, chosen, costs_of)
         if plot:
             example = _typical(chosen, steps[AS_READ])
-            plot_step(plot, setting, planners, setting.slots(costs_of(example)))
+            plot_step(plot, setting, contenders, setting.slots(costs_of(example)))
     outcomes = [summarize(name, done, steps[AS_READ]) for name, done in steps.items()]
     if as_json:
         about = {"input": source.name, "bad_lines": numbers.num_bad, "hidden_size": hidden_size}
@@ -92,23 +97,22 @@ def costs_from(load: SequenceLoad | None) -> CostsOf:
     ]
 
 
-def _planners(names: Sequence[str] | None, setting: Setting) -> dict[str, Planner]:
+def _contenders(names: Sequence[str] | None, setting: Setting) -> dict[str, Contender]:
     for name in names or ():
         if name not in STRATEGIES:
             raise UsageError(f"--strategy {name} must be one of {', '.join(STRATEGIES)}")
-    return {AS_READ: as_read(setting)} | {
-        name: planner_of(name, setting) for name in STRATEGIES if name in (names or STRATEGIES)
-    }
+    offered = STRATEGIES if setting.window > 1 else WITHIN_SLOT
+    return {name: contender(name, setting) for name in (AS_READ, *(names or offered))}
 
 
 def _simulate(
-    setting: Setting, planners: Mapping[str, Planner], draws: Draws, costs_of: CostsOf
+    setting: Setting, contenders: Mapping[str, Contender], draws: Draws, costs_of: CostsOf
 ) -> dict[str, list[Step]]:
-    steps: dict[str, list[Step]] = {name: [] for name in planners}
+    steps: dict[str, list[Step]] = {name: [] for name in contenders}
     for numbers in step_progress(draws, len(draws), "simulating"):
         slots = setting.slots(costs_of(numbers))
-        for name, planner in planners.items():
-            steps[name].append(simulate_step(setting, slots, planner))
+        for name, each in contenders.items():
+            steps[name].append(simulate_step(setting, slots, each))
     return steps
 
 

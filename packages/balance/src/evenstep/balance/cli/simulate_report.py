@@ -8,7 +8,7 @@ import typer
 
 from evenstep.balance.cli.draws import Draws
 from evenstep.balance.cli.plot import plot_loads
-from evenstep.balance.cli.simulation import Outcome, Planner, Setting, Slots, loads_of
+from evenstep.balance.cli.simulation import Contender, Outcome, Setting, Slots, loads_of
 from evenstep.balance.cli.terminal import milliseconds, percent, print_table
 
 _HEAD = (
@@ -24,6 +24,9 @@ _HEAD = (
 
 # Below this the cost of the exchange itself may be larger than what it saves.
 _WORTHWHILE = 0.03
+
+# Of strategies that save within this of the most, the one that moves least is named.
+_AS_GOOD = 0.02
 
 
 def print_outcomes(setting: Setting, draws: Draws, outcomes: Sequence[Outcome]) -> None:
@@ -65,13 +68,17 @@ def print_json(
     typer.echo(json.dumps(result))
 
 
-def plot_step(path: Path, setting: Setting, planners: Mapping[str, Planner], slots: Slots) -> None:
+def plot_step(
+    path: Path, setting: Setting, contenders: Mapping[str, Contender], slots: Slots
+) -> None:
     """Draw the loads of one step under every strategy.
 
     Raises:
         UsageError: The file cannot be written.
     """
-    panels = {name: loads_of(slots, planner(slots).groups) for name, planner in planners.items()}
+    panels = {
+        name: loads_of(slots, contender.plan(slots)) for name, contender in contenders.items()
+    }
     title = f"{setting.describe()}: the step of median imbalance"
     plot_loads(path, panels, title=title, synchronize=setting.synchronize)
 
@@ -93,12 +100,14 @@ def _describe(setting: Setting, draws: Draws) -> str:
 
 
 def _answer(planned: Sequence[Outcome]) -> str:
-    best = max(planned, key=lambda outcome: outcome.time_saved)
-    saved = percent(best.time_saved)
-    if best.time_saved < _WORTHWHILE:
-        return f"Would it help? Hardly: at most {saved} of the step time ({best.strategy})."
-    faster = 1 / (1 - best.time_saved)
+    most = max(outcome.time_saved for outcome in planned)
+    if most < _WORTHWHILE:
+        return f"Would it help? Hardly: no strategy saves more than {percent(most)} of the time."
+    good = [outcome for outcome in planned if outcome.time_saved >= most - _AS_GOOD]
+    best = min(good, key=lambda outcome: outcome.moved_share)
     return (
-        f"Would it help? Yes: {best.strategy} saves {saved} of the step time, {faster:.2f} times "
-        "as fast, as far as time follows the cost and the exchange is hidden behind compute."
+        f"Would it help? Yes: {best.strategy} saves {percent(best.time_saved)} of the step time "
+        f"({1 / (1 - best.time_saved):.2f} times as fast) and moves {percent(best.moved_share)} of "
+        f"the cost; nothing saves more than {percent(most)}. This holds as far as time follows the "
+        "cost and the exchange is hidden behind compute."
     )

@@ -16,15 +16,12 @@ Groups: TypeAlias = Sequence[Sequence[Sequence[int]]]
 """`[micro-batch][rank]`: the samples, by index over all micro-batches of the step."""
 
 
-class Planned(NamedTuple):
-    """What a strategy returns."""
+class Contender(NamedTuple):
+    """A way to plan a step."""
 
-    groups: Groups
-    lower_bound: float
+    plan: Callable[[Slots], Groups]
+    lower_bound: Callable[[Slots], float]
     """No plan with the same freedom has a shorter step."""
-
-
-Planner: TypeAlias = Callable[[Slots], Planned]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,17 +111,17 @@ def loads_of(slots: Slots, groups: Groups) -> Loads:
     return [[math.fsum(costs[i] for i in group) for group in ranks] for ranks in groups]
 
 
-def simulate_step(setting: Setting, slots: Slots, planner: Planner) -> Step:
+def simulate_step(setting: Setting, slots: Slots, contender: Contender) -> Step:
     """Plan one step and judge the plan."""
     start = time.perf_counter()
-    planned = planner(slots)
+    groups = contender.plan(slots)
     planning_s = time.perf_counter() - start
-    loads = loads_of(slots, planned.groups)
+    loads = loads_of(slots, groups)
     costs = [cost for slot in slots for cost in slot]
     total = math.fsum(costs)
     moved = math.fsum(
         costs[sample]
-        for ranks in planned.groups
+        for ranks in groups
         for rank, group in enumerate(ranks)
         for sample in group
         if setting.home_rank(sample) != rank
@@ -132,7 +129,7 @@ def simulate_step(setting: Setting, slots: Slots, planner: Planner) -> Step:
     return Step(
         time=step_time(loads, setting.synchronize),
         ideal=total / setting.dp_size,
-        lower_bound=planned.lower_bound,
+        lower_bound=contender.lower_bound(slots),
         moved_share=moved / total if total else 0.0,
         planning_s=planning_s,
     )
