@@ -62,8 +62,8 @@ def _fetch(rank: int, _: int, keys: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("keys", [ALL, ("labels", "loss_mask"), ()])
 def test_all_tensor_parallel_ranks_get_the_same(ranks: RankPools, keys: tuple[str, ...]) -> None:
-    first, second = ranks(2).run(_fetch, keys)
-    assert first == second
+    first, *others = ranks(4).run(_fetch, keys)
+    assert others == [first] * 3
     assert set(first) == {*keys, "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
     assert first["cu_seqlens"][1] == [0, 3, 4]
     assert first["cu_seqlens_padded"][1] == [0, 4, 8]
@@ -96,7 +96,8 @@ def _fetch_fails(rank: int, _: int, has_iterator: bool) -> str:
 def test_tensor_parallel_ranks_fail_together(
     ranks: RankPools, has_iterator: bool, message: str
 ) -> None:
-    first, second = ranks(2).run(_fetch_fails, has_iterator)
+    first, *others = ranks(4).run(_fetch_fails, has_iterator)
     assert message in first
-    assert message in second
-    assert "tensor-parallel rank 0 could not fetch" in second
+    for other in others:
+        assert message in other
+        assert "tensor-parallel rank 0 could not fetch" in other
