@@ -106,7 +106,7 @@ def wrap_data_iterator_for_global_batch_packing(
 
 
 def get_batch_for_global_batch_packing(
-    data_iterator: "Iterator[Sample] | RerunDataIterator | None",
+    data_iterator: PackedIterator,
     model_config: object,
     *,
     pg_collection: ModelGroups,
@@ -119,7 +119,8 @@ def get_batch_for_global_batch_packing(
     rank must call it, in the same order.
 
     Args:
-        data_iterator: The packed iterator of this model chunk, None off tensor-parallel rank 0.
+        data_iterator: The packed iterator of this model chunk, None off tensor-parallel rank 0; or
+            what the wrapping returned under interleaving, of which the chunk's own is taken.
         model_config: Megatron-Core's `TransformerConfig`.
         pg_collection: The model's process groups.
         vp_stage: The model chunk under interleaving, else None.
@@ -135,13 +136,14 @@ def get_batch_for_global_batch_packing(
         RuntimeError: On every tensor-parallel rank, if there is no further packed micro-batch.
     """
     choice = choose_scheduler(model_config)
+    own = data_iterator[vp_stage or 0] if isinstance(data_iterator, list) else data_iterator
     vp_size = virtual_pipeline_size(model_config)
     has_mtp = mtp_reads_here(model_config, pg_collection, vp_stage=vp_stage, vp_size=vp_size)
     if choice.loop == "megatron-core":
         _, fetch = scheduler_api()
         batch = call_with_accepted(
             fetch,
-            data_iterator=data_iterator,
+            data_iterator=own,
             vpp_size=vp_size,
             mtp_on_this_rank=has_mtp,
             vp_stage=vp_stage,
@@ -153,7 +155,7 @@ def get_batch_for_global_batch_packing(
     pp, cp = pg_collection.pp, pg_collection.cp
     keys = needed_keys(pp.rank(), pp.size(), vp_stage=vp_stage, vp_size=vp_size, has_mtp=has_mtp)
     fields, max_seqlen = fetch_packed(
-        data_iterator,
+        own,
         keys=keys,
         tp=pg_collection.tp,
         cp=cp,
