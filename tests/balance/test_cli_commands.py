@@ -101,6 +101,13 @@ def test_simulate_says_when_it_would_not_help(tmp_path: Path) -> None:
     assert "Would it help? Hardly: no strategy saves more than 0.0% of the time" in result.stdout
 
 
+def test_the_answer_prefers_equal_counts_and_little_movement(lengths: Path) -> None:
+    answer = " ".join(simulate(lengths, "--draws", 10).stdout.split()).partition("help? ")[2]
+    assert answer.startswith("Yes: least_move saves ")
+    only = simulate(lengths, "--draws", 2, "--strategy", "unequal").stdout
+    assert "Yes: unequal saves " in only
+
+
 def test_zero_costs_are_no_division_by_zero(tmp_path: Path) -> None:
     path = tmp_path / "zero.txt"
     path.write_text("0\n" * 32)

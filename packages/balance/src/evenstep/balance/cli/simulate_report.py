@@ -9,6 +9,7 @@ import typer
 from evenstep.balance.cli.draws import Draws
 from evenstep.balance.cli.plot import plot_loads
 from evenstep.balance.cli.simulation import Contender, Outcome, Setting, Slots, loads_of
+from evenstep.balance.cli.strategies import UNEQUAL
 from evenstep.balance.cli.terminal import milliseconds, percent, print_table
 
 _HEAD = (
@@ -103,7 +104,10 @@ def _answer(planned: Sequence[Outcome]) -> str:
     most = max(outcome.time_saved for outcome in planned)
     if most < _WORTHWHILE:
         return f"Would it help? Hardly: no strategy saves more than {percent(most)} of the time."
-    good = [outcome for outcome in planned if outcome.time_saved >= most - _AS_GOOD]
+    # Equal counts suit every training loop; unequal ones are named only if nothing else is there.
+    equal = [outcome for outcome in planned if outcome.strategy != UNEQUAL] or planned
+    enough = max(outcome.time_saved for outcome in equal) - _AS_GOOD
+    good = [outcome for outcome in equal if outcome.time_saved >= enough]
     best = min(good, key=lambda outcome: outcome.moved_share)
     return (
         f"Would it help? Yes: {best.strategy} saves {percent(best.time_saved)} of the step time "

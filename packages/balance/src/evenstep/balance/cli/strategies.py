@@ -13,7 +13,10 @@ from evenstep.balance.window import build_window_route
 AS_READ = "as read"
 """Name of the contender that moves nothing."""
 
-WITHIN_SLOT = ("lpt", "refined", "least_move", "unequal")
+UNEQUAL = "unequal"
+"""Name of the contender whose ranks may have different numbers of samples."""
+
+WITHIN_SLOT = ("lpt", "refined", "least_move", UNEQUAL)
 """Strategies that leave samples in their micro-batch."""
 
 ACROSS_SLOTS = ("refined_window", "least_move_window")
@@ -37,7 +40,7 @@ def contender(name: str, setting: Setting) -> Contender:
     if name == AS_READ:
         groups = setting.as_read()
         return Contender(lambda _: groups, bound)
-    if name == "unequal":
+    if name == UNEQUAL:
         return Contender(_unequal(setting), _bound(setting, least=1, across=False))
     return Contender(_equal(setting, strategies[name]), bound)
 
