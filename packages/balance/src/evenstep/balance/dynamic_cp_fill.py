@@ -92,11 +92,12 @@ def fill_microbatches(
     width = len(lengths).bit_length()  # an open group is its longest fit << width | its number
     number = (1 << width) - 1
     rooms: list[list[int]] = [[] for _ in sizes]
+    used = max(chosen.values(), default=0) + 1  # groups of larger sizes are never opened
     for index in order:
         length = lengths[index]
         own = chosen[index]
         least = length << width
-        for k in range(own, len(sizes)):
+        for k in range(own, used):
             fitting = rooms[k]
             if fitting and fitting[-1] >= least:
                 at = fitting.pop(bisect_left(fitting, least)) & number

@@ -49,15 +49,18 @@ def dynamic_microbatches(problem: DynamicProblem, *, extra: float) -> list[Group
     plain = _without_cp(problem)
     if plain and _step(plain) * GOOD <= problem.bound * (GOOD + 1):
         return plain
-    found = [plain] if plain else []
+    best = plain
+    best_score = _score(problem, plain) if plain else math.inf
     for filled in _fillings(problem, extra):
         closed = [without_idle(problem, m.groups) for m in filled[:-1]]
         closed.append(arranged(problem, [i for g in filled[-1].groups for i in g.sequences]))
         if split_to_multiple(problem, closed):
-            found.append(closed)
-    if not found:
-        found.append(_one_group_each(problem))
-    return min(found, key=lambda microbatches: _score(problem, microbatches))
+            score = _score(problem, closed)
+            if score >= best_score and best is not plain:
+                break
+            if score < best_score:
+                best, best_score = closed, score
+    return best or _one_group_each(problem)
 
 
 def _without_cp(problem: DynamicProblem) -> list[Groups] | None:
@@ -89,34 +92,50 @@ def _fillings(problem: DynamicProblem, extra: float) -> Iterator[list[OpenMicrob
     least = -(-fewest // multiple)
     most = max(least, math.floor(fewest * (1 + extra)) // multiple)
     sizing = sized(problem, max_microbatches=most * multiple)
-    for count in sorted({least + (most - least) * k // (COUNTS - 1) for k in range(COUNTS)}):
-        yield _filled_to(problem, sizing, count * multiple)
+    total = -(-sizing.work // problem.num_ranks)
+    counts = {least + (most - least) * k // (COUNTS - 1) for k in range(COUNTS)}
+    for count in sorted(counts, reverse=True):
+        filled = _filled_to(problem, sizing, count * multiple, total)
+        yield filled
+        total = sum(m.level for m in filled[:-1])  # with the waste: the next guess is better
+        total += filled[-1].level * _used(problem, filled[-1]) // 1000
 
 
-def _filled_to(problem: DynamicProblem, sizing: Sizing, count: int) -> list[OpenMicrobatch]:
+def _filled_to(
+    problem: DynamicProblem, sizing: Sizing, count: int, total: int
+) -> list[OpenMicrobatch]:
     """Fill to the level at which `count` micro-batches are full, the last of them nearly.
 
     A pass at a level that is slightly off tells by how many micro-batches, and so how to correct
-    it: by the share of those that end at the level, not at that of a costly sequence.
+    it: first by the share of those that end at the level, not at that of a costly sequence, then
+    by what the last correction did.
     """
-    level = _water_level(sizing.leaders, count, sizing.work // problem.num_ranks)
+    level = _water_level(sizing.leaders, count, total)
     best: list[OpenMicrobatch] = []
-    best_miss = 0
+    best_miss = last_level = last_miss = 0
     for _ in range(PASSES):
         filled = fill_microbatches(problem, level, sizing.chosen, sizing.order)
-        last = filled[-1]
-        work = sum(group.load * group.size.size for group in last.groups)
-        used = (len(filled) - 1) * 1000 + work * 1000 // (last.level * problem.num_ranks)
+        used = (len(filled) - 1) * 1000 + _used(problem, filled[-1])
         miss = used - (count * 1000 - SLACK // 2)  # thousandths of a micro-batch too many
-        if not best or abs(miss) < best_miss:
-            best, best_miss = filled, abs(miss)
+        if not best or abs(miss) < abs(best_miss):
+            best, best_miss = filled, miss
         if abs(miss) <= SLACK // 2:
             break
-        levelled = sum(m.level == level for m in filled)
-        level += level * miss // (1000 * max(1, levelled))
+        if (level - last_level) * (last_miss - miss) > 0 and last_level:
+            step = (level - last_level) * miss // (last_miss - miss)
+        else:
+            step = level * miss // (1000 * max(1, sum(m.level == level for m in filled)))
+        last_level, last_miss = level, miss
+        level = max(level // 2, min(level * 2, level + step))
         if level < 1:
             break
     return best
+
+
+def _used(problem: DynamicProblem, microbatch: OpenMicrobatch) -> int:
+    """Return how full a micro-batch is, in thousandths of its level."""
+    work = sum(group.load * group.size.size for group in microbatch.groups)
+    return work * 1000 // (microbatch.level * problem.num_ranks)
 
 
 def _water_level(leaders: Sequence[int], count: int, total: int) -> int:

@@ -79,12 +79,14 @@ def _candidates(problem: PackingProblem, counts: Sequence[int]) -> Iterator[Micr
         for microbatches in levelled_microbatches(problem, counts):
             yield _evened(problem, microbatches)
         return
+    too_tight = True  # to choose ranks by load alone
     for count in counts:
         ranks = rank_bins(problem, count)
         if ranks is not None:
+            too_tight = False
             yield microbatches_of(problem, even_out(problem, ranks))
-        else:  # too tight to ignore the capacity when choosing a rank
-            yield _evened(problem, next(levelled_microbatches(problem, [count])))
+    if too_tight:
+        yield _evened(problem, next(levelled_microbatches(problem, counts)))
 
 
 def _evened(problem: PackingProblem, microbatches: Microbatches) -> Microbatches:
