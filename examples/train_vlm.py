@@ -70,6 +70,7 @@ def main() -> None:
 def balance(batches: Iterator[Batch], options: Options) -> Iterator[Batch]:
     """Put the reordering buffer in front of a loader: all that evenstep adds to a training run."""
     encoder_gflop, language_gflop = training_gflop(VisionLanguageModel(options.model))
+    assert dist.group.WORLD is not None  # joined_ranks has made it
     dp_rank, dp_size, gloo, nccl = build_module_dp_process_groups(dist.group.WORLD, overlap=False)
     return ReorderingBuffer(
         batches,

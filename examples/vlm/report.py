@@ -75,7 +75,7 @@ def save_picture(plain: RunRecord, balanced: RunRecord, path: Path) -> None:
         panel.set_title(f"{title}: largest / mean load {run.imbalance:.2f}")
     axes[0].set_ylabel("load of a rank, GFLOP")
     axes[0].set_ylim(bottom=0)
-    axes[1].legend(loc="upper right", ncols=2, frameon=False)
+    axes[1].legend(loc="upper right", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
