@@ -6,7 +6,7 @@ company for a heavy one. The search:
 
 1. A group whose costliest sample leaves room for nothing but the smallest ones is served first.
 2. The heaviest group swaps with whichever light group costs least to use, where load that stays
-   above the limit counts `PATIENCE` times its worth; and again, until no group is above the limit.
+   above the limit counts `PATIENCE` times; and again, until no group is above the limit.
 3. If that gets stuck, the exchanges of `refine` finish the job; if those fail too, the groups that
    proved the limit reachable are taken instead, each at the home it shares most cost with.
 4. Samples away from home go back wherever a swap allows it within the limit.
@@ -16,7 +16,7 @@ indices alone, in a fixed order.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from math import fsum, inf
 from typing import NamedTuple
@@ -24,11 +24,11 @@ from typing import NamedTuple
 from evenstep.balance.order import decreasing, unranked
 from evenstep.balance.refine import Refinement
 
-PATIENCE = 4.0
-"""Weight of load that a swap leaves above the limit, against cost that it moves."""
+PATIENCE = (4.0, 2.0, 8.0)
+"""Weight of load that a swap leaves above the limit, against cost that it moves: one per start."""
 
-NODE_PATIENCE = 12.0
-"""The same where nodes matter and moved cost weighs more."""
+MAX_RESTART = 512
+"""Samples up to which all starts are made, and the one that moves least wins."""
 
 CROSSING = 4.0
 """Weight of cost that leaves its node, against cost that moves inside it."""
@@ -77,13 +77,31 @@ def least_move_groups(
     Returns:
         The samples of each group, by index.
     """
-    search = _Search(costs, homes, len(reachable), limit, groups_per_node)
+    starts = PATIENCE if len(costs) <= MAX_RESTART else PATIENCE[:1]
+    found = [_searched(costs, homes, limit, reachable, groups_per_node, p) for p in starts]
+    best = min(found, key=_Search.price)
+    return [sorted(i for _, i in members) for members in best.members]
+
+
+def _searched(
+    costs: Sequence[float],
+    homes: Sequence[int],
+    limit: float,
+    reachable: Sequence[Sequence[int]],
+    groups_per_node: int | None,
+    patience: float,
+) -> "_Search":
+    """Return the groups at the end of one search."""
+    at_home: list[list[int]] = [[] for _ in reachable]
+    for i, home in enumerate(homes):
+        at_home[home].append(i)
+    search = _Search(costs, homes, limit, groups_per_node, at_home)
     search.seat_tight_groups()
-    if not search.lower():
+    if not search.lower(patience):
         groups = search.refined() or _at_home(costs, homes, reachable)
-        search = _Search(costs, homes, len(reachable), limit, groups_per_node, groups)
+        search = _Search(costs, homes, limit, groups_per_node, groups)
     search.send_home()
-    return [sorted(i for _, i in members) for members in search.members]
+    return search
 
 
 class _Search:
@@ -93,22 +111,18 @@ class _Search:
         self,
         costs: Sequence[float],
         homes: Sequence[int],
-        n_groups: int,
         limit: float,
         groups_per_node: int | None,
-        groups: Iterable[Iterable[int]] | None = None,
+        groups: Sequence[Sequence[int]],
     ) -> None:
         self.costs, self.homes, self.limit = costs, homes, limit
         self.nodes = groups_per_node is not None
-        self.groups_per_node = groups_per_node or n_groups
-        self.patience = NODE_PATIENCE if self.nodes else PATIENCE
-        self.members: list[list[tuple[float, int]]] = [[] for _ in range(n_groups)]
+        self.groups_per_node = groups_per_node or len(groups)
+        self.members = [[(costs[i], i) for i in group] for group in groups]
         self.group_of = list(homes)
-        for g, group in enumerate(groups or ()):
+        for g, group in enumerate(groups):
             for i in group:
                 self.group_of[i] = g
-        for i, g in enumerate(self.group_of):
-            self.members[g].append((costs[i], i))
         for members in self.members:
             members.sort()
         self.loads = [fsum(cost for cost, _ in members) for members in self.members]
@@ -139,13 +153,20 @@ class _Search:
                 self._swap(g, place, other, self.members[other].index((cost, i)))
             self.seated.add(g)
 
-    def lower(self) -> bool:
+    def price(self) -> float:
+        """Return the cost away from home, weighted where it left its node."""
+        return fsum(self._weight(i, g) for i, g in enumerate(self.group_of))
+
+    def lower(self, patience: float) -> bool:
         """Swap until no group is above the limit; return whether that succeeded."""
+        if self.nodes:
+            patience *= CROSSING - 1  # moved cost weighs more there
         while self.rising[-1][0] > self.limit:
             heavy = self.rising[-1][1]
-            swap = self._best_swap(heavy, PARTNERS, SMALLEST)
+            swap = self._best_swap(heavy, patience, PARTNERS, SMALLEST)
             if swap is None:
-                swap = self._best_swap(heavy, len(self.members), len(self.members[heavy]))
+                n_groups, size = len(self.members), len(self.members[heavy])
+                swap = self._best_swap(heavy, patience, n_groups, size)
             if swap is None:
                 return False
             self._swap(heavy, swap.given, swap.light, swap.taken)
@@ -196,7 +217,9 @@ class _Search:
         same_node = group // self.groups_per_node == home // self.groups_per_node
         return self.costs[i] if same_node else self.costs[i] * CROSSING
 
-    def _best_swap(self, heavy: int, n_partners: int, n_smallest: int) -> Swap | None:
+    def _best_swap(
+        self, heavy: int, patience: float, n_partners: int, n_smallest: int
+    ) -> Swap | None:
         """Return the swap of lowest price that gets `heavy` closer to the limit."""
         members, excess = self.members[heavy], self.loads[heavy] - self.limit
         costs = [cost for cost, _ in members]
@@ -216,7 +239,7 @@ class _Search:
                     above = excess - shift if shift < excess else 0.0
                     if shift > room:
                         above += shift - room
-                    price = self.patience * above - leaving[given] + returned
+                    price = patience * above - leaving[given] + returned
                     if above > tolerable or price >= lowest:
                         continue
                     price += self._weight(members[given][1], light)
