@@ -58,12 +58,12 @@ def even_out(
         for lane in lanes
     ]
     loads = [sum(b.load for b in lane) for lane in work]
-    mean = sum(loads) // len(loads)
+    even = -(-sum(loads) * (PRECISION + 1) // (len(loads) * PRECISION))
     for _ in range(EXCHANGES_PER_LANE * len(lanes)):
         heavy = max(range(len(loads)), key=lambda lane: (loads[lane], -lane))
-        if (loads[heavy] - mean) * PRECISION <= mean:
+        if loads[heavy] <= even:
             break
-        light, best = _best_exchange(problem, work, loads, heavy)
+        light, best = _best_exchange(problem, work, loads, heavy, even)
         if best is None:
             break
         _apply(problem, best, key)
@@ -73,9 +73,16 @@ def even_out(
 
 
 def _best_exchange(
-    problem: PackingProblem, lanes: Sequence[Sequence[_Bin]], loads: Sequence[int], heavy: int
+    problem: PackingProblem,
+    lanes: Sequence[Sequence[_Bin]],
+    loads: Sequence[int],
+    heavy: int,
+    even: int,
 ) -> tuple[int, _Exchange | None]:
-    """Return the partner and the exchange after which the heavier of the two is lightest."""
+    """Return the partner and the exchange after which the heavier of the two is lightest.
+
+    The first that makes both even is as good as any.
+    """
     partners = sorted((loads[lane], lane) for lane in range(len(lanes)) if lane != heavy)
     best: _Exchange | None = None
     best_lane, best_load = heavy, loads[heavy]
@@ -89,6 +96,8 @@ def _best_exchange(
                     heavier = max(loads[heavy] - found.load, load + found.load)
                     if heavier < best_load:
                         best, best_lane, best_load = found, light, heavier
+                        if heavier <= even:
+                            return best_lane, best
     return best_lane, best
 
 
