@@ -81,6 +81,7 @@ def _worth_doubling(problem: DynamicProblem, index: int, k: int, missing: int) -
     length = problem.lengths[index]
     if larger.load(length) >= size.load(length):
         return False  # communication eats up what more ranks save
-    gained = missing * 3 // 4  # fewer ranks than all of them wait in the end
+    communication = larger.load(length) * larger.size - size.load(length) * size.size
+    gained = missing * 3 // 4 - communication  # fewer ranks than these wait in the end
     rank_tokens = length * (larger.size - size.size)
     return gained * CP_WEIGHT * problem.rank_tokens > rank_tokens * problem.work
