@@ -9,7 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from .attention import PackedAttention
+from gpt.attention import PackedAttention
 
 BYTE_VALUES = 256
 
