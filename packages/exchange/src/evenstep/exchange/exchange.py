@@ -6,7 +6,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,8 @@ from evenstep.serialize import (
     unfold_values,
     unpack_sample,
 )
+
+T = TypeVar("T")
 
 Plan: TypeAlias = Callable[[Agreement], Iterable[tuple[int, Route]]]
 """From what all ranks know, the same deliveries on every rank: (global index, route)."""
@@ -108,7 +110,23 @@ class SampleExchange:
 
     def compare_settings(self) -> None:
         """Raise `MismatchError` on every rank if settings differ; every rank must call this."""
-        self._rounds.compare_settings()
+        self.begin(lambda: None)
+
+    def begin(self, source: Callable[[], T]) -> T:
+        """Open what this rank reads from, and compare the settings; every rank must call this.
+
+        Args:
+            source: Called once. What it raises here reaches the peers as text.
+
+        Returns:
+            What `source` returned.
+
+        Raises:
+            BaseException: What `source` raised here.
+            PeerFailedError: What it raised on another rank.
+            MismatchError: If settings differ.
+        """
+        return self._rounds.compare_settings(source)
 
     def agree(self, make_offer: Callable[[], Offer]) -> Agreement:
         """Tell all ranks what this rank brings, and learn what they bring.
@@ -184,17 +202,15 @@ class SampleExchange:
                 )
         return transfer
 
-    def leave(self) -> None:
-        """Tell the peers that this rank takes no further part; their next `agree` raises.
+    def leave(self, cause: BaseException | None = None) -> None:
+        """Tell the peers that this rank takes no further part; their next round raises.
 
-        Returns when they have heard it, or cannot hear any more.
+        Returns when they have heard it, know that a rank failed already, or cannot hear any more.
+
+        Args:
+            cause: What they are told; by default, that this rank has left.
         """
-
-        def refuse() -> Offer:
-            raise ExchangeStoppedError("this rank has left the exchange")
-
-        with contextlib.suppress(ExchangeError):
-            self.agree(refuse)
+        self._rounds.fail(cause or ExchangeStoppedError("this rank has left the exchange"))
 
 
 class Transfer:
@@ -252,6 +268,11 @@ class Transfer:
             arrivals.append(Arrival(*place[:2], _with_values(sample)))
             offset += layout.nbytes
         return sorted(arrivals, key=lambda arrival: arrival[:2])
+
+    def settle(self) -> None:
+        """Wait until the peers have this rank's samples, or cannot get them any more."""
+        with contextlib.suppress(ExchangeError):
+            self._payload.settle(self._patience)
 
     def release(self) -> None:
         """Give the receive buffer back for later windows; no arrived tensor may be used after."""

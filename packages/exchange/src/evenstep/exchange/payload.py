@@ -1,6 +1,7 @@
 """One window's bytes of this rank: packed once, moved once."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class Payload:
 
     def launch(self) -> None:
         """Start the collective; every rank's launches follow the same order."""
-        with self._group.scope():
+        with self._group.on_stream():  # behind the packing, but beside what is being computed
             self._works = self._group.start(self._sent, self._received, self._moves)
 
     def wait(self, patience: Patience) -> torch.Tensor:
@@ -56,10 +57,17 @@ class Payload:
         self._group.finish(self._works, patience)
         self._samples = ()
         self._sent = self._dropped(self._sent)
-        self._received = self._on(self._received, self._device)
+        # A copy to the host shall wait for the samples alone, not for what is being computed.
+        to_host = self._group.on_stream() if self._device == CPU else nullcontext()
+        with to_host:
+            self._received = self._on(self._received, self._device)
         if self._received.is_cuda:
             self._received.record_stream(torch.cuda.current_stream())
         return self._received
+
+    def settle(self, patience: Patience) -> None:
+        """Wait for the collective, without a look at what it brings."""
+        self._group.finish(self._works, patience)
 
     def release(self) -> None:
         """Give the received bytes' buffer back for later windows."""

@@ -52,10 +52,13 @@ class PayloadGroup:
 
     def scope(self) -> AbstractContextManager[object]:
         """Enter the stream for packing and moving, behind the work of the current one."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self.stream)
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        return self.on_stream()
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Enter the stream for packing and moving, in the order of its own work alone."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def start(self, sent: torch.Tensor, received: torch.Tensor, moves: Moves) -> list[dist.Work]:
         """Start moving `sent`, all samples by destination, into `received`, all by source.
@@ -87,13 +90,19 @@ class PayloadGroup:
         ]
 
     def finish(self, works: Sequence[dist.Work], patience: Patience) -> None:
-        """Wait for what `start` began; on CUDA, make the current stream wait for it."""
+        """Wait for what `start` began.
+
+        On CUDA, make the current stream wait; and the stream for packing too, so that it may use
+        the memory of the buffers again.
+        """
         for work in works:
             if self.device == CPU:
                 assert self._group is not None
                 patience.wait(work, self._group, doing=_DOING)
             else:
                 work.wait()
+                with self.on_stream():
+                    work.wait()
 
     def _chunks(self, moves: Moves) -> Iterator[_Piece]:
         """Yield collectives in which each rank sends to one rank and receives from one.

@@ -1,5 +1,6 @@
 """Rounds in which all ranks report, so that they go on together or fail together."""
 
+import contextlib
 import enum
 import hashlib
 import struct
@@ -55,6 +56,9 @@ class Rounds:
         world_size: Number of ranks in the group.
         settings: What all ranks must have set alike. Its fingerprint is in every message.
         patience: How long to wait for peers.
+
+    Attributes:
+        failed: Whether the latest round failed on any rank, which all ranks know then.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Rounds:
         self._fingerprint = hashlib.blake2b(self._settings.encode(), digest_size=8).digest()
         self._number = 0
         self._broken: ExchangeError | None = None
+        self.failed = False
 
     def gather(self, kind: Kind, make: Callable[[], tuple[T, bytes]]) -> tuple[T, list[memoryview]]:
         """Run one round: report what `make` returns, or that it failed, and hear all ranks.
@@ -87,7 +92,9 @@ class Rounds:
             The local value and every rank's message, in rank order.
 
         Raises:
-            BaseException: What `make` raised, on this rank, once the peers know of it.
+            BaseException: What `make` raised, on this rank, once the peers know of it. Only a
+                KeyboardInterrupt waits for no peer: the round is still to come then, and `fail`
+                tells them in it.
             PeerFailedError: What `make` raised on another rank.
             MismatchError: If the settings differ.
             ExchangeError: As `Channel.gather`; then every later round raises it again.
@@ -96,29 +103,59 @@ class Rounds:
         try:
             value, body = make()
             frame = self._frame(kind, _Status.READY, body)
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:  # noqa: BLE001 - raised below, when no peer waits any more
             failure = error
             frame = self._frame(kind, _Status.FAILED, _reason(error))
-        frames = self._send(kind, frame)
+        try:
+            frames = self._send(kind, frame)
+        except ExchangeError as error:
+            if failure is None:
+                raise
+            failure.add_note(f"not all peers know of it: {error}")
+            raise failure from None
         if failure is not None:
+            self.failed = True
             raise failure
         self._check(kind, frames)
         return value, [frame[_HEADER.size :] for frame in frames]
 
-    def compare_settings(self) -> None:
+    def fail(self, error: BaseException) -> None:
+        """Tell the peers, in whichever round is next, that this rank takes no further part.
+
+        Nothing is sent if the latest round failed, or no peer can be reached any more.
+
+        Args:
+            error: Why; the peers' `gather` raises its text.
+        """
+        if not self.failed:
+            with contextlib.suppress(ExchangeError):
+                self._send(Kind.OFFER, self._frame(Kind.OFFER, _Status.FAILED, _reason(error)))
+            self.failed = True
+
+    def compare_settings(self, begin: Callable[[], T]) -> T:
         """Compare the settings of all ranks; every rank must call this.
 
+        Args:
+            begin: Called once before; what it raises reaches the peers as in `gather`.
+
+        Returns:
+            What `begin` returned.
+
         Raises:
+            BaseException: What `begin` raised on this rank; PeerFailedError on the others.
             MismatchError: On every rank, naming the first setting that differs, ranks and values.
         """
         text = self._settings.encode()
-        _, messages = self.gather(Kind.SETTINGS, lambda: (None, text))
+        begun, messages = self.gather(Kind.SETTINGS, lambda: (begin(), text))
         texts = [bytes(message).decode() for message in messages]
         for lines in zip(*(text.split("\n") for text in texts), strict=False):
             if len({*lines}) > 1:
                 raise MismatchError(_differing_setting(lines))
         if len({*texts}) > 1:
             raise MismatchError("ranks have different sets of settings; do they run one version?")
+        return begun
 
     def _frame(self, kind: Kind, status: _Status, body: bytes) -> bytes:
         header = _HEADER.pack(_MAGIC, _VERSION, kind, status, self._number, self._fingerprint)
@@ -147,6 +184,7 @@ class Rounds:
             for rank, (frame, (_, status, _, _)) in enumerate(zip(frames, headers, strict=True))
             if status != _Status.READY
         ]
+        self.failed = bool(reasons)
         if reasons:
             raise PeerFailedError(reasons, doing=_DOING[kind])
         for rank, (peer_kind, _, number, fingerprint) in enumerate(headers):

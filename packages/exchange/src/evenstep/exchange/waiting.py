@@ -57,11 +57,13 @@ class Patience:
             PeerLostError: If the connection to a peer broke.
             ExchangeTimeoutError: After `timeout_s`.
             ExchangeStoppedError: When `should_stop` says so.
+            ExchangeError: If the group is destroyed meanwhile.
         """
         started = time.monotonic()
         warned = False
         while not _completes(work, group, doing):
             waited = time.monotonic() - started
+            _check_alive(group, doing)
             if self.should_stop():
                 raise ExchangeStoppedError(f"stopped after {waited:.1f} s of {doing}")
             if waited >= self.timeout_s:
@@ -95,13 +97,7 @@ def start_all_to_all(
         ExchangeError: If the group was destroyed.
         PeerLostError: If the connection to a peer is already broken.
     """
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError) as error:
-        raise ExchangeError(
-            f"the process group was destroyed before {doing}; shut the exchange down before its "
-            "groups"
-        ) from error
+    _check_alive(group, doing)
     try:
         work = dist.all_to_all_single(
             received,
@@ -115,6 +111,17 @@ def start_all_to_all(
         raise _lost(group, doing, error) from error
     assert work is not None  # None is for ranks outside the group
     return work
+
+
+def _check_alive(group: dist.ProcessGroup, doing: str) -> None:
+    """Raise if the group was destroyed, which wakes nobody who waits inside it."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError) as error:
+        raise ExchangeError(
+            f"the process group was destroyed while or before {doing}; shut the exchange down "
+            "before its groups"
+        ) from error
 
 
 def _completes(work: dist.Work, group: dist.ProcessGroup, doing: str) -> bool:
