@@ -27,7 +27,7 @@ class ValueMeta(TypedDict):
     non_tensor: Leaf
 
 
-SampleMeta: TypeAlias = "dict[str, TensorMeta | ValueMeta | None]"
+SampleMeta: TypeAlias = dict[str, TensorMeta | ValueMeta | None]
 """Flat key -> what is needed to size and decode the field."""
 
 

@@ -12,13 +12,16 @@ from torch import Tensor
 
 from evenstep.serialize.limits import MAX_DEPTH
 
-Leaf: TypeAlias = "Tensor | bool | int | float | str | bytes | list[Leaf] | tuple[Leaf, ...] | dict[str, Leaf] | None"  # noqa: E501 - one type  # fmt: skip
+Leaf: TypeAlias = (
+    Tensor | bool | int | float | str | bytes
+    | list["Leaf"] | tuple["Leaf", ...] | dict[str, "Leaf"] | None
+)  # fmt: skip
 """A value of a flat sample. A dict occurs as an empty one, or inside a list or tuple."""
 
-FlatSample: TypeAlias = "dict[str, Leaf]"
+FlatSample: TypeAlias = dict[str, Leaf]
 """Dotted key -> value."""
 
-NestedSample: TypeAlias = "dict[str, Leaf]"
+NestedSample: TypeAlias = dict[str, Leaf]
 """Key -> value or nested sample."""
 
 # A part of a flat key: no dot and no backslash, unless escaped.
