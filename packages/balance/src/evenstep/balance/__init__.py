@@ -1,15 +1,13 @@
 """Deterministic load balancing and sequence packing in pure Python: costs in, plans out.
 
-Importing this package takes a few milliseconds: what only some users need (packing, cost models,
-calibration) is loaded when its name is first used.
+Importing this package takes a few milliseconds: the contract's order and routes are loaded at once,
+every other planner when its name is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from evenstep.balance.order import balanced_index_order
-from evenstep.balance.phases import PhasePlan, plan_phases
-from evenstep.balance.plan import GroupPlan, Sizes, plan_groups
 from evenstep.balance.route import (
     Route,
     assert_intra_no_cross_slot,
@@ -17,8 +15,6 @@ from evenstep.balance.route import (
     intra_route,
     window_cost_spread,
 )
-from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy
-from evenstep.balance.window import WindowPlan, build_window_route, plan_window
 
 if TYPE_CHECKING:
     from evenstep.balance.calibration import Calibration, calibrate, step_features
@@ -35,6 +31,10 @@ if TYPE_CHECKING:
     from evenstep.balance.packing_load import SequenceLoad
     from evenstep.balance.packing_plan import PackingPlan
     from evenstep.balance.packing_problem import Synchronize
+    from evenstep.balance.phases import PhasePlan, plan_phases
+    from evenstep.balance.plan import GroupPlan, Sizes, plan_groups
+    from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy
+    from evenstep.balance.window import WindowPlan, build_window_route, plan_window
 
 __all__ = [
     "Calibration",
@@ -92,6 +92,18 @@ _LOADED_ON_USE = {
     "SequenceLoad": "evenstep.balance.packing_load",
     "PackingPlan": "evenstep.balance.packing_plan",
     "Synchronize": "evenstep.balance.packing_problem",
+    "PhasePlan": "evenstep.balance.phases",
+    "plan_phases": "evenstep.balance.phases",
+    "GroupPlan": "evenstep.balance.plan",
+    "Sizes": "evenstep.balance.plan",
+    "plan_groups": "evenstep.balance.plan",
+    "LeastMove": "evenstep.balance.strategy",
+    "Lpt": "evenstep.balance.strategy",
+    "Refined": "evenstep.balance.strategy",
+    "Strategy": "evenstep.balance.strategy",
+    "WindowPlan": "evenstep.balance.window",
+    "build_window_route": "evenstep.balance.window",
+    "plan_window": "evenstep.balance.window",
 }
 
 if not TYPE_CHECKING:  # a type checker sees the imports above instead, and every misspelt name

@@ -5,8 +5,9 @@ rank. Paired modules of different DP size plan on the same grid, so their routes
 canonical positions.
 """
 
-from collections.abc import Sequence
-from itertools import chain, repeat
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 from evenstep.balance.checks import checked_count, checked_dp_size, checked_window
@@ -22,6 +23,10 @@ class Route(NamedTuple):
     """Module-local DP rank that computes it."""
     canonical_pos: int
     """Its place in the balanced order of its slot, 0 .. samples per slot - 1."""
+
+
+# `Route(...)` in C: a window on many ranks has tens of thousands of them.
+_NEW_ROUTE: Callable[[tuple[int, int, int]], Route] = partial(tuple.__new__, Route)
 
 
 def balanced_assignment(
@@ -77,14 +82,12 @@ def slot_routes(orders: Sequence[Sequence[int]], dp_size: int) -> list[Route]:
     per_slot = len(orders[0]) if orders else 0
     positions = range(per_slot)
     owners = [rank for rank in range(dp_size) for _ in range(per_slot // dp_size)]
-    placed = chain.from_iterable(
-        zip(order, map(Route, repeat(slot), owners, positions), strict=True)
-        for slot, order in enumerate(orders)
-    )
-    route: list[Route | None] = [None] * (len(orders) * per_slot)
-    for sample, where in placed:
-        route[sample] = where
-    return [where for where in route if where is not None]
+    route = [Route(0, 0, 0)] * (len(orders) * per_slot)
+    for slot, order in enumerate(orders):
+        fields = zip(repeat(slot), owners, positions, strict=False)
+        for sample, entry in zip(order, map(_NEW_ROUTE, fields), strict=True):
+            route[sample] = entry
+    return route
 
 
 def assert_intra_no_cross_slot(route: Sequence[tuple[int, int, int]], b_global: int) -> None:
