@@ -52,7 +52,7 @@ def test_every_plan_keeps_the_rules(
 ) -> None:
     lengths = [min(length, num_ranks * tokens_per_rank) for length in lengths]
 
-    def plan() -> DynamicCpPlan:
+    def plan(strategy: DynamicCpStrategy = strategy) -> DynamicCpPlan:
         return plan_dynamic_cp(
             lengths,
             tokens_per_rank=tokens_per_rank,
@@ -71,6 +71,11 @@ def test_every_plan_keeps_the_rules(
     check(made, lengths, tokens_per_rank)
     assert made.num_microbatches % multiple == 0
     assert plan() == made
+    ours = plan("balanced")
+    assert (
+        ours.step_load <= max(made.step_load, 1.005 * ours.lower_bound)
+        or ours.mean_cp_size < made.mean_cp_size
+    )
 
 
 @pytest.mark.parametrize(

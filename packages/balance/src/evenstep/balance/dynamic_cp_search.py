@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from evenstep.balance.dynamic_cp_bucketed import bucketed_microbatches
 from evenstep.balance.dynamic_cp_fill import (
     OpenGroup,
     OpenMicrobatch,
@@ -30,6 +31,9 @@ PASSES = 3
 SLACK = 120
 """Thousandths of the last micro-batch that may stay empty."""
 
+SMALL = 256
+"""Of so few sequences, one more or less in a group decides: buckets are tried as well."""
+
 GOOD = 200
 """Without any context parallelism, a step within one part in this many of the bound is taken."""
 
@@ -51,15 +55,16 @@ def dynamic_microbatches(problem: DynamicProblem, *, extra: float) -> list[Group
         return plain
     best = plain
     best_score = _score(problem, plain) if plain else math.inf
-    for filled in _fillings(problem, extra):
-        closed = [without_idle(problem, m.groups) for m in filled[:-1]]
-        closed.append(arranged(problem, [i for g in filled[-1].groups for i in g.sequences]))
-        if split_to_multiple(problem, closed):
-            score = _score(problem, closed)
-            if score >= best_score and best is not plain:
-                break
-            if score < best_score:
-                best, best_score = closed, score
+    for closed in _candidates(problem, extra):
+        score = _score(problem, closed)
+        if score < best_score:
+            best, best_score = closed, score
+        elif best is not plain:
+            break  # fewer micro-batches no longer pay
+    if len(problem.lengths) <= SMALL:
+        bucketed = bucketed_microbatches(problem)
+        if split_to_multiple(problem, bucketed) and _score(problem, bucketed) < best_score:
+            return bucketed
     return best or _one_group_each(problem)
 
 
@@ -85,18 +90,21 @@ def _without_cp(problem: DynamicProblem) -> list[Groups] | None:
     return [[group_of(problem, smallest, b) for b in bins] for bins in packed]
 
 
-def _fillings(problem: DynamicProblem, extra: float) -> Iterator[list[OpenMicrobatch]]:
-    """Yield fillings that aim at different numbers of micro-batches."""
+def _candidates(problem: DynamicProblem, extra: float) -> Iterator[list[Groups]]:
+    """Yield plans that aim at different numbers of micro-batches, most first."""
     multiple = problem.multiple
     fewest = -(-sum(problem.lengths) // problem.sizes[-1].capacity)
     least = -(-fewest // multiple)
-    most = max(least, math.floor(fewest * (1 + extra)) // multiple)
+    most = -(-math.floor(fewest * (1 + extra)) // multiple)
     sizing = sized(problem, max_microbatches=most * multiple)
     total = -(-sizing.work // problem.num_ranks)
     counts = {least + (most - least) * k // (COUNTS - 1) for k in range(COUNTS)}
     for count in sorted(counts, reverse=True):
         filled = _filled_to(problem, sizing, count * multiple, total)
-        yield filled
+        closed = [without_idle(problem, m.groups) for m in filled[:-1]]
+        closed.append(arranged(problem, [i for g in filled[-1].groups for i in g.sequences]))
+        if split_to_multiple(problem, closed):
+            yield closed
         total = sum(m.level for m in filled[:-1])  # with the waste: the next guess is better
         total += filled[-1].level * _used(problem, filled[-1]) // 1000
 
@@ -117,7 +125,7 @@ def _filled_to(
         filled = fill_microbatches(problem, level, sizing.chosen, sizing.order)
         used = (len(filled) - 1) * 1000 + _used(problem, filled[-1])
         miss = used - (count * 1000 - SLACK // 2)  # thousandths of a micro-batch too many
-        if not best or abs(miss) < abs(best_miss):
+        if not best or (len(filled) > count, abs(miss)) < (len(best) > count, abs(best_miss)):
             best, best_miss = filled, miss
         if abs(miss) <= SLACK // 2:
             break
