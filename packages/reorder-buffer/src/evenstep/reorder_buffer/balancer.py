@@ -53,22 +53,18 @@ class WindowBalancer(Generic[BatchT]):
 
         Raises:
             ValueError: If they differ in size, or a field or a cost is bad.
-            RuntimeError: If user code raises StopIteration, which would look like the data's end.
         """
         samples: list[FlatSample] = []
         costs: list[float] = []
         slot_counts: list[int] = []
-        try:
-            for batch in batches:
-                counts = None if self.image_count_of is None else self.image_count_of(batch)
-                flats, costs_of_slot = samples_with_costs(
-                    batch, layout=self.layout, cost_of=self.cost_of, counts=counts
-                )
-                samples += flats
-                costs += costs_of_slot
-                slot_counts.append(len(flats))
-        except StopIteration as error:
-            raise RuntimeError("cost_of or image_count_of raised StopIteration") from error
+        for batch in batches:
+            counts = None if self.image_count_of is None else self.image_count_of(batch)
+            flats, costs_of_slot = samples_with_costs(
+                batch, layout=self.layout, cost_of=self.cost_of, counts=counts
+            )
+            samples += flats
+            costs += costs_of_slot
+            slot_counts.append(len(flats))
         if len({*slot_counts}) > 1:
             raise ValueError(
                 f"the micro-batches of this window have {slot_counts} samples; all must have "

@@ -102,7 +102,7 @@ class ReorderingBuffer(Generic[BatchT]):
         driver: _Driver[BatchT] = _driver(
             overlap=overlap, launch=launch, payload_group=dp_group_nccl
         )
-        stop = StopRequest()
+        self._stop = stop = StopRequest()
         exchange = SampleExchange(
             rank=dp_rank,
             world_size=dp_size,
@@ -113,12 +113,13 @@ class ReorderingBuffer(Generic[BatchT]):
             patience=Patience(timeout_s=timeout_s, should_stop=stop.overdue),
             stream=_side_stream() if overlap else None,
         )
-        exchange.compare_settings()
+        iterator = exchange.begin(lambda: iter(data_iterator))
         self._pipeline = WindowPipeline(balancer, exchange, on_uneven_end=on_uneven_end)
-        source = WindowSource(iter(data_iterator), window_size, stop)
+        source = WindowSource(iterator, window_size, stop)
         self._windows: Windows[BatchT] = driver(self._pipeline, source, stop)
         self._ready: deque[BatchT] = deque()
         self._end: BaseException | None = None
+        self._trace: TracebackType | None = None
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, _close, self._windows, self._pid)
 
@@ -126,6 +127,16 @@ class ReorderingBuffer(Generic[BatchT]):
     def left_over(self) -> tuple[int, ...]:
         """Micro-batches per rank that were read but not served, as another rank's data ended."""
         return self._pipeline.left_over
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the windows that this rank holds now: read, packed, received, and served."""
+        return self._pipeline.residency.now
+
+    @property
+    def peak_resident_bytes(self) -> int:
+        """The most bytes that this rank's windows took at any time."""
+        return self._pipeline.residency.peak
 
     def __iter__(self) -> Self:
         """Return itself: there is one pass."""
@@ -148,7 +159,7 @@ class ReorderingBuffer(Generic[BatchT]):
             )
         if not self._ready:
             if self._end is not None:
-                raise self._end
+                raise self._end.with_traceback(self._trace)
             self._ready.extend(self._next_window())
         return self._ready.popleft()
 
@@ -170,16 +181,28 @@ class ReorderingBuffer(Generic[BatchT]):
 
     def _next_window(self) -> list[BatchT]:
         try:
-            window = self._windows.next()
+            window = self._take()
         except BaseException as error:
-            self._end = error
+            if self._end is None:  # else it was shut down meanwhile
+                self._end, self._trace = error, error.__traceback__
+            self._stop.make(error)
             if not isinstance(error, KeyboardInterrupt):  # that shall not wait for any peer
                 self._finalizer()
             raise
         if window is None:
             self._finish(StopIteration())
             raise StopIteration
+        self._pipeline.residency.serve()
         return window
+
+    def _take(self) -> list[BatchT] | None:
+        try:
+            return self._windows.next()
+        except StopIteration as error:  # PEP 479, for what is no generator
+            raise RuntimeError(
+                "cost_of, image_count_of, the layout or the strategy raised StopIteration, which "
+                "would look like the end of the data"
+            ) from error
 
     def _finish(self, end: BaseException) -> None:
         """Note how it ended, the first time, and close."""

@@ -47,6 +47,7 @@ def settings_of(balancer: WindowBalancer[BatchT], **more: Setting) -> dict[str, 
         "dp_size": balancer.dp_size,
         "strategy": described(balancer.strategy),
         "cost_of": described(balancer.cost_of),
+        "layout": described(balancer.layout),
         **more,
     }
 

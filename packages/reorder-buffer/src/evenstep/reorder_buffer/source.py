@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from typing import Generic
 
-from evenstep.exchange import ExchangeStoppedError
 from evenstep.reorder_buffer.layout import BatchT
 from evenstep.reorder_buffer.overlap import StopRequest
 
@@ -30,11 +29,12 @@ class WindowSource(Generic[BatchT]):
         Raises:
             ExchangeStoppedError: After a request to stop; peers hear of it like of any error.
         """
-        if self._stop.made:
-            raise ExchangeStoppedError("this rank has shut its reorder buffer down")
         batches: list[BatchT] = []
-        for batch in self._iterator:
-            batches.append(batch)
+        while not self._stop.made:  # also made while the iterator kept this thread
             if len(batches) == self._window_size:
                 return batches, False
-        return batches, True
+            try:
+                batches.append(next(self._iterator))
+            except StopIteration:
+                return batches, True
+        raise self._stop.error()

@@ -1,6 +1,7 @@
 """A window of micro-batches across a module's DP group: agree, plan, pack, move, merge."""
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, Literal, TypeAlias
 
@@ -14,6 +15,7 @@ from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
+from evenstep.reorder_buffer.residency import Residency
 
 __all__ = ["OnUnevenEnd", "PreparedWindow", "UnevenEndError", "WindowPipeline", "exchange_window"]
 
@@ -39,6 +41,7 @@ class WindowPipeline(Generic[BatchT]):
     Attributes:
         left_over: How many micro-batches each rank had read and could not serve, because another
             rank's data had ended; empty unless that happened.
+        residency: Counts the bytes of this rank's windows.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class WindowPipeline(Generic[BatchT]):
         self.balancer = balancer
         self.exchange = exchange
         self.left_over: tuple[int, ...] = ()
+        self.residency = Residency()
         self._on_uneven_end = on_uneven_end
         self._over = False
+        self._unfinished: list[PreparedWindow[BatchT]] = []
 
     def prepare(
         self, collect: Callable[[], tuple[Sequence[BatchT], bool]], *, probe: bool = False
@@ -69,16 +74,39 @@ class WindowPipeline(Generic[BatchT]):
         """
         if self._over:
             return None
-        self._over = True  # unless this window comes about, everywhere
+        try:
+            return self._prepare(collect, probe=probe)
+        except ExchangeError:  # which all ranks raise, or none can hear any more
+            self._over = True
+            raise
 
+    def leave(self, cause: BaseException) -> None:
+        """Take no further part: keep what was promised, and tell the peers, unless they know.
+
+        Args:
+            cause: What they are told.
+        """
+        for window in [*self._unfinished]:
+            window.launch()
+        if not self._over:
+            self._over = True
+            self.exchange.leave(cause)
+
+    def settle(self) -> None:
+        """Wait until the peers have all samples that this rank has launched."""
+        for window in [*self._unfinished]:
+            window.settle()
+
+    def finished(self, window: "PreparedWindow[BatchT]") -> None:
+        """Forget a window whose samples have arrived."""
+        self._unfinished.remove(window)
+
+    def _prepare(
+        self, collect: Callable[[], tuple[Sequence[BatchT], bool]], *, probe: bool
+    ) -> "PreparedWindow[BatchT] | None":
         def offer() -> Offer:
             batches, exhausted = collect()
             return self.balancer.offer(batches, exhausted=exhausted)
-
-        agreed = self.exchange.agree(offer)
-        agreement = self._cut_to_common(agreed)
-        if agreement.num_slots == 0:
-            return None
 
         def plan(agreement: Agreement) -> "enumerate[Route]":
             route = self.balancer.route(agreement)
@@ -87,15 +115,18 @@ class WindowPipeline(Generic[BatchT]):
                     logger.info("slot %d: %s", slot, spread)
             return enumerate(route)
 
-        transfer = self.exchange.prepare(agreement, plan, check=self.balancer.check)
-        self._over = _is_last(agreed)
-        return PreparedWindow(self.balancer, transfer, agreement.num_slots)
-
-    def leave(self) -> None:
-        """Tell the peers that this rank takes no further part, unless they know."""
-        if not self._over:
+        agreed = self.exchange.agree(offer)
+        agreement = self._cut_to_common(agreed)
+        if agreement.num_slots == 0:
             self._over = True
-            self.exchange.leave()
+            return None
+        transfer = self.exchange.prepare(agreement, plan, check=self.balancer.check)
+        window = PreparedWindow(
+            self, transfer, agreement.num_slots, sum(layout.nbytes for layout in agreement.layouts)
+        )
+        self._unfinished.append(window)
+        self._over = _is_last(agreed)
+        return window
 
     def _cut_to_common(self, agreement: Agreement) -> Agreement:
         """Return the agreement without slots that a rank whose data has ended does not offer."""
@@ -123,24 +154,42 @@ def _is_last(agreement: Agreement) -> bool:
 
 
 class PreparedWindow(Generic[BatchT]):
-    """A window that all ranks have committed to; made by `WindowPipeline.prepare`."""
+    """A window that all ranks have committed to; made by `WindowPipeline.prepare`.
+
+    Its samples must be launched whatever happens, because the peers wait for them.
+    """
 
     def __init__(
-        self, balancer: WindowBalancer[BatchT], transfer: Transfer, num_slots: int
+        self, pipeline: WindowPipeline[BatchT], transfer: Transfer, num_slots: int, read_bytes: int
     ) -> None:
-        self._balancer = balancer
+        self._pipeline = pipeline
         self._transfer = transfer
         self._num_slots = num_slots
+        self._launches = threading.Lock()  # taken by the one launch that there is
+        sent, received = sum(transfer.moves.send_splits), sum(transfer.moves.recv_splits)
+        self._nbytes = read_bytes + sent + received
+        self._joined_nbytes = read_bytes - sent + received
+        pipeline.residency.add(self._nbytes)
 
     def launch(self) -> None:
-        """Start moving the samples; every rank's launches follow the same order."""
-        self._transfer.launch()
+        """Start moving the samples, once; every rank's launches follow the same order."""
+        if self._launches.acquire(blocking=False):
+            self._transfer.launch()
+
+    def settle(self) -> None:
+        """Wait until the samples have moved, without a look at them."""
+        self._transfer.settle()
 
     def finish(self) -> list[BatchT]:
         """Wait for the samples and join them; return the window's micro-batches of this rank."""
-        batches = self._balancer.merge(self._transfer.wait(), self._num_slots)
-        if not self._balancer.keeps_views:
+        balancer, residency = self._pipeline.balancer, self._pipeline.residency
+        arrivals = self._transfer.wait()
+        self._pipeline.finished(self)
+        residency.join(self._joined_nbytes)
+        batches = balancer.merge(arrivals, self._num_slots)
+        if not balancer.keeps_views:
             self._transfer.release()
+        residency.add(-self._nbytes)
         return batches
 
 

@@ -1,7 +1,8 @@
 """Where a window's work is done: in the calling thread, in a worker, or in both."""
 
 import contextlib
-from typing import Generic, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -13,7 +14,7 @@ from evenstep.reorder_buffer.window import PreparedWindow, WindowPipeline
 
 __all__ = ["CallerLaunches", "Inline", "Windows", "WorkerDoesAll"]
 
-_THREAD_NAME = "evenstep-reorder-buffer"
+T = TypeVar("T")
 
 
 class Windows(Protocol[BatchT]):
@@ -47,7 +48,8 @@ class Inline(Generic[BatchT]):
     def close(self) -> None:
         """Tell the peers (see `Windows`)."""
         self._stop.make()
-        self._pipeline.leave()
+        self._pipeline.leave(self._stop.error())
+        self._pipeline.settle()
 
 
 class _Ready(NamedTuple, Generic[BatchT]):
@@ -56,7 +58,7 @@ class _Ready(NamedTuple, Generic[BatchT]):
 
 
 class WorkerDoesAll(Generic[BatchT]):
-    """All work in a worker thread, one window ahead; `next` only takes what is ready.
+    """All work in a worker thread; `next` only takes what is ready.
 
     On Gloo this is best: payload moves in Gloo's threads, and joining samples is CPU work. On CUDA
     the worker uses the exchange's stream, and the calling thread's stream waits for it.
@@ -67,16 +69,18 @@ class WorkerDoesAll(Generic[BatchT]):
     ) -> None:
         self._pipeline, self._stop = pipeline, stop
         self._inline = Inline(pipeline, source, stop)
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._worker: OverlapWorker[_Ready[BatchT]] | None = None
 
     def next(self) -> list[BatchT] | None:
         """Return the next window (see `Windows`)."""
         if self._worker is None:
-            self._worker = OverlapWorker(self._produce, self._stop, name=_THREAD_NAME)
+            # One window is served; one may be ready, and one in the making.
+            self._worker = _worker(self._pipeline, self._produce, self._stop, ahead=2)
         ready = self._worker.get()
         if ready is None:
+            self._worker.raise_failure()
             return None
+        self._worker.done()
         if ready.event is not None:
             current = torch.cuda.current_stream()
             current.wait_event(ready.event)
@@ -85,20 +89,12 @@ class WorkerDoesAll(Generic[BatchT]):
 
     def close(self) -> None:
         """Tell the peers and end the worker (see `Windows`)."""
-        if self._worker is None:
-            self._inline.close()
-        else:
-            self._worker.shutdown()
+        _close(self._pipeline, self._worker, self._stop)
 
     def _produce(self) -> _Ready[BatchT] | None:
         stream = self._pipeline.exchange.payload.stream
-        with contextlib.ExitStack() as scope:
-            if self._device is not None:
-                scope.enter_context(torch.cuda.device(self._device))
-            if stream is not None:
-                scope.enter_context(torch.cuda.stream(stream))
-            batches = self._inline.next()
-            event = None if stream is None else stream.record_event()
+        batches = self._inline.next()
+        event = None if stream is None else stream.record_event()
         return None if batches is None else _Ready(batches, event)
 
 
@@ -114,16 +110,17 @@ class CallerLaunches(Generic[BatchT]):
         self, pipeline: WindowPipeline[BatchT], source: WindowSource[BatchT], stop: StopRequest
     ) -> None:
         self._pipeline, self._source, self._stop = pipeline, source, stop
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._worker: OverlapWorker[PreparedWindow[BatchT]] | None = None
         self._moving: PreparedWindow[BatchT] | None = None
 
     def next(self) -> list[BatchT] | None:
         """Return the next window (see `Windows`)."""
         if self._worker is None:
-            self._worker = OverlapWorker(self._produce, self._stop, name=_THREAD_NAME)
+            # One window is served, one is moving; one may be ready to be launched.
+            self._worker = _worker(self._pipeline, self._produce, self._stop, ahead=1)
             self._launch_next(self._worker)
-        if self._moving is None:
+        if self._moving is None:  # an error is due only now: what was made before it is served
+            self._worker.raise_failure()
             return None
         batches = self._moving.finish()
         self._launch_next(self._worker)
@@ -131,20 +128,53 @@ class CallerLaunches(Generic[BatchT]):
 
     def close(self) -> None:
         """Tell the peers and end the worker (see `Windows`)."""
-        self._stop.make()
-        if self._worker is None:
-            self._pipeline.leave()
-        else:
-            self._worker.shutdown()
+        _close(self._pipeline, self._worker, self._stop)
 
     def _launch_next(self, worker: OverlapWorker[PreparedWindow[BatchT]]) -> None:
+        self._moving = None  # so that nothing of it stays while this waits
         self._moving = worker.get()
         if self._moving is not None:
             self._moving.launch()
+            worker.done()  # only now, so that launches keep their order even if this rank leaves
 
     def _produce(self) -> PreparedWindow[BatchT] | None:
-        device = (
-            contextlib.nullcontext() if self._device is None else torch.cuda.device(self._device)
-        )
-        with device:
-            return self._pipeline.prepare(self._source)
+        return self._pipeline.prepare(self._source)
+
+
+def _worker(
+    pipeline: WindowPipeline[BatchT],
+    produce: Callable[[], T | None],
+    stop: StopRequest,
+    *,
+    ahead: int,
+) -> OverlapWorker[T]:
+    """Start a worker that uses the exchange's stream, and at its end tells the peers."""
+    stream = pipeline.exchange.payload.stream
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())  # it may still make what the data comes of
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:  # device and stream are a thread's own
+        if stream is None:
+            yield
+        else:
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+                yield
+
+    def leave(failure: BaseException | None) -> None:
+        pipeline.leave(failure or stop.error())
+
+    return OverlapWorker(
+        produce, leave, stop, ahead=ahead, scope=scope, name="evenstep-reorder-buffer"
+    )
+
+
+def _close(
+    pipeline: WindowPipeline[BatchT], worker: OverlapWorker[T] | None, stop: StopRequest
+) -> None:
+    stop.make()
+    if worker is None:
+        pipeline.leave(stop.error())
+    elif not worker.join():
+        return
+    pipeline.settle()
