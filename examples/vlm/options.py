@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--width", type=int, default=192, help=f"model width, a multiple of {HEAD_DIM}")
     add("--depth", type=int, default=4, help="blocks of the encoder and of the language model")
-    add("--learning-rate", type=float, default=1e-3, help="learning rate of AdamW")
+    add("--learning-rate", type=float, default=3e-4, help="learning rate of AdamW")
     add("--seed", type=int, default=1234, help="seed of the weights and of the data")
     add(
         "--trace",
