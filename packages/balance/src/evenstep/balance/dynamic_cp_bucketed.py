@@ -1,9 +1,9 @@
 """Dynamic context parallelism as Megatron-Core's `default_dynamic_cp` does it, to compare with.
 
 Our own reading of how it is publicly described, not a port, and simpler: sequences are bucketed by
-the CP size that their tokens need; a micro-batch takes the longest that are left, each into a new group while ranks
-are free, else into the group of its size with the least load; it is closed once its ranks are
-even, or nothing fits; groups grow until no rank is idle.
+the CP size that their tokens need; a micro-batch takes the longest that are left, each into a new
+group while ranks are free, else into the group of its size with the least load; it is closed once
+its ranks are even, or nothing fits; groups grow until no rank is idle.
 """
 
 from collections.abc import Sequence
