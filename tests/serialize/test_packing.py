@@ -160,8 +160,8 @@ def test_a_buffer_may_be_a_slice_of_a_larger_one() -> None:
     flat: TensorSample = {"x": torch.arange(4)}
     pool = torch.zeros(96, dtype=torch.uint8)
     pack_samples([flat], out=pool[32:64])
-    assert pool[:32].any().item() is False
-    assert pool[64:].any().item() is False
+    assert not pool[:32].any()
+    assert not pool[64:].any()
     assert same(unpack_sample(pool, sample_layout(flat), 32), flat)
 
 
@@ -178,7 +178,8 @@ class Subclass(Tensor):
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # quantized and nested tensors are deprecated or prototypes
+    warnings.simplefilter("ignore")  # some of these kinds are beta or deprecated
+    CSR = torch.eye(2).to_sparse_csr()
     QUANTIZED = torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
     NESTED = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
     JAGGED = torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged)
@@ -188,7 +189,7 @@ with warnings.catch_warnings():
     ("value", "message"),
     [
         (torch.eye(2).to_sparse(), "field 'x' is a sparse tensor of layout torch.sparse_coo"),
-        (torch.eye(2).to_sparse_csr(), "sparse tensor of layout torch.sparse_csr"),
+        (CSR, "sparse tensor of layout torch.sparse_csr"),
         (torch.zeros(2, dtype=torch.complex128), "dtype torch.complex128; send torch.view_as"),
         (QUANTIZED, "unsupported dtype torch.qint8; send tensor.int_repr"),
         (NESTED, "field 'x' is a nested tensor"),

@@ -1,4 +1,4 @@
-"""The checksum of a payload: CRC-32 of its row sums, which costs one pass at the speed of memory."""
+"""The checksum of a payload: CRC-32 of its row sums, one pass at the speed of memory."""
 
 import ctypes
 import zlib

@@ -12,7 +12,7 @@ _NAMES = (
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
     "float4_e2m1fn_x2", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16",
     "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
-    "int1", "int2", "int3", "int4", "int5", "int6", "int7",
+    "int1", "int2", "int3", "int4", "int5", "int6", "int7", "bcomplex32",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from evenstep.serialize.dtypes import ALIGNMENT
+from evenstep.serialize.dtypes import ALIGNMENT, DTYPES
 from evenstep.serialize.layout import sample_layout
 from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
@@ -18,7 +18,8 @@ _LARGE_NBYTES = 1 << 20
 
 # The dtypes that can have conjugate or negative views, which are not what their memory says.
 _MAYBE_LAZY = frozenset(
-    [torch.float16, torch.float32, torch.float64, torch.complex32, torch.complex64]
+    [dtype for dtype in DTYPES.values() if dtype.is_complex]
+    + [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 )
 
 # An integer type of each element size, to move elements as they are: no conversion, and the same

@@ -121,6 +121,8 @@ class TreeWriter:
         """Append a tensor."""
         if not is_plain(value) or value.dtype not in DTYPE_CODES or value.dim() > MAX_NDIM:
             raise ValueError(refusal(_path_text(path), value))
+        if value.is_meta:
+            raise ValueError(f"field {_path_text(path)!r} is on the meta device and has no data")
         if len(self.tensors) == MAX_TENSORS:
             raise ValueError(f"sample has over {MAX_TENSORS} tensors; join some")
         self.tree += bytes((TENSOR, DTYPE_CODES[value.dtype], value.dim()))
