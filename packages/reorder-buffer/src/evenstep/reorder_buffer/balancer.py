@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from evenstep.balance import Route, Strategy, build_window_route, window_cost_spread
+from evenstep.balance import Route, Strategy, build_window_route
 from evenstep.exchange import Agreement, Arrival, Offer, Placement
 from evenstep.reorder_buffer.agreement import check_agreement
 from evenstep.reorder_buffer.cost import CostFunction, samples_with_costs
@@ -87,12 +87,12 @@ class WindowBalancer(Generic[BatchT]):
                 f"counts per micro-batch are {told}{' ...' if len(counts) > 8 else ''}"
             )
         return build_window_route(
-            self._costs(agreement), self.n_groups, self.dp_size, strategy=self.strategy
+            self.costs(agreement), self.n_groups, self.dp_size, strategy=self.strategy
         )
 
-    def spread(self, agreement: Agreement, route: Sequence[Route]) -> list[dict[str, float]]:
-        """Return `window_cost_spread` of what was agreed and planned."""
-        return window_cost_spread(self._costs(agreement), route, self.dp_size)
+    def costs(self, agreement: Agreement) -> list[list[float]]:
+        """Return the cost per sample of every slot, by slot-local position."""
+        return [agreement.costs_of_slot(slot) for slot in range(agreement.num_slots)]
 
     def check(
         self, arriving: Sequence[tuple[int, Placement]], layouts: Sequence[SampleLayout]
@@ -132,6 +132,3 @@ class WindowBalancer(Generic[BatchT]):
     def keeps_views(self) -> bool:
         """Whether merged micro-batches may hold views of what they were merged from."""
         return not isinstance(self.layout, BatchLayout)
-
-    def _costs(self, agreement: Agreement) -> list[list[float]]:
-        return [agreement.costs_of_slot(slot) for slot in range(agreement.num_slots)]

@@ -3,24 +3,36 @@
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Generic, Literal, Self, TypeAlias
+from typing import Any, Generic, Literal, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from evenstep.balance import Strategy
-from evenstep.exchange import Patience, SampleExchange
+from evenstep.exchange import MismatchError, Patience, ProtocolError, SampleExchange, Setting
 from evenstep.reorder_buffer.balancer import WindowBalancer
 from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
+from evenstep.reorder_buffer.measuring import PhaseClock
+from evenstep.reorder_buffer.observer import WindowObserver
 from evenstep.reorder_buffer.overlap import StopRequest
+from evenstep.reorder_buffer.paired import PairedCheck, PairedModules
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
+from evenstep.reorder_buffer.reader import LoaderReader
 from evenstep.reorder_buffer.settings import check_overlap, check_window_size, settings_of
 from evenstep.reorder_buffer.source import WindowSource
-from evenstep.reorder_buffer.window import OnUnevenEnd, WindowPipeline
+from evenstep.reorder_buffer.state import (
+    Bookmark,
+    Progress,
+    StateDict,
+    decode_state,
+    encode_state,
+)
+from evenstep.reorder_buffer.stats import OnWindow
+from evenstep.reorder_buffer.window import BalancedWindow, OnUnevenEnd, WindowPipeline
 from evenstep.reorder_buffer.windows import CallerLaunches, Inline, Windows, WorkerDoesAll
 
 __all__ = ["Launch", "ReorderingBuffer"]
@@ -45,7 +57,8 @@ class ReorderingBuffer(Generic[BatchT]):
     moving, one is being collected, so up to three are resident at once.
 
     Args:
-        data_iterator: Yields this rank's micro-batch shards.
+        data_iterator: Yields this rank's micro-batch shards: a loader, or its iterator. `iter()`
+            of it is called by the first `next()`.
         dp_rank: This rank's module-local DP rank.
         dp_size: This module's DP size.
         n_groups: Canonical group count (LCM of the module DP sizes).
@@ -64,6 +77,8 @@ class ReorderingBuffer(Generic[BatchT]):
         launch: Under overlap, the thread that launches the samples' collective: the `"caller"` of
             `next()`, at one fixed point, which is what `"auto"` takes on NCCL, where collectives
             from several threads can deadlock; or the `"worker"`, which it takes on Gloo.
+        on_window: Gets the statistics of each window, in the calling thread, as it is served.
+        paired: A check that paired modules derive the same order; None for no check.
 
     Raises:
         ValueError: If `window_size < 1`, `overlap=True` under CUDA_DEVICE_MAX_CONNECTIONS=1, or
@@ -89,6 +104,8 @@ class ReorderingBuffer(Generic[BatchT]):
         on_uneven_end: OnUnevenEnd = "stop",
         timeout_s: float = 600.0,
         launch: Launch = "auto",
+        on_window: OnWindow | None = None,
+        paired: PairedCheck | None = None,
     ) -> None:
         balancer = WindowBalancer(
             dp_size=dp_size,
@@ -103,20 +120,43 @@ class ReorderingBuffer(Generic[BatchT]):
             overlap=overlap, launch=launch, payload_group=dp_group_nccl
         )
         self._stop = stop = StopRequest()
-        exchange = SampleExchange(
-            rank=dp_rank,
-            world_size=dp_size,
-            control_group=dp_group_gloo,
-            payload_group=dp_group_nccl,
-            settings=settings_of(balancer, window_size=window_size, on_uneven_end=on_uneven_end),
-            same_schema=False,  # the layout knows which fields a sample may lack
-            patience=Patience(timeout_s=timeout_s, should_stop=stop.overdue),
-            stream=_side_stream() if overlap else None,
+        settings = settings_of(balancer, window_size=window_size, on_uneven_end=on_uneven_end)
+        patience = Patience(timeout_s=timeout_s, should_stop=stop.overdue)
+        stream = _side_stream() if overlap else None
+
+        def make_exchange(**more: Setting) -> SampleExchange:
+            return SampleExchange(
+                rank=dp_rank,
+                world_size=dp_size,
+                control_group=dp_group_gloo,
+                payload_group=dp_group_nccl,
+                settings={**settings, **more},
+                same_schema=False,  # the layout knows which fields a sample may lack
+                patience=patience,
+                stream=stream,
+            )
+
+        self._make_exchange = make_exchange
+        self._settings, self._dp_rank = settings, dp_rank
+        exchange = make_exchange()
+        exchange.compare_settings()
+        paired_modules = PairedModules(paired, patience)
+        paired_modules.compare_settings(
+            {name: value for name, value in settings.items() if name != "dp_size"}
         )
-        iterator = exchange.begin(lambda: iter(data_iterator))
-        self._pipeline = WindowPipeline(balancer, exchange, on_uneven_end=on_uneven_end)
-        source = WindowSource(iterator, window_size, stop)
+        self._observer = WindowObserver(dp_rank, on_window)
+        self._pipeline = WindowPipeline(
+            balancer,
+            exchange,
+            on_uneven_end=on_uneven_end,
+            observer=self._observer,
+            paired=paired_modules,
+        )
+        self._reader = LoaderReader(data_iterator)
+        source = WindowSource(self._reader, window_size, stop)
         self._windows: Windows[BatchT] = driver(self._pipeline, source, stop)
+        self._resumed: Progress | None = None
+        self._opened = False
         self._ready: deque[BatchT] = deque()
         self._end: BaseException | None = None
         self._trace: TracebackType | None = None
@@ -161,7 +201,46 @@ class ReorderingBuffer(Generic[BatchT]):
             if self._end is not None:
                 raise self._end.with_traceback(self._trace)
             self._ready.extend(self._next_window())
+        self._bookmark.serve()
         return self._ready.popleft()
+
+    def state_dict(self) -> StateDict:
+        """Return what was served, for a checkpoint; micro-batches read ahead do not count.
+
+        The state of the loader, if it has one (torchdata's `StatefulDataLoader` has), is that of
+        the start of the current window; another loader is read again up to there. Every rank saves
+        and loads its own.
+        """
+        if self._opened:
+            progress = self._bookmark.progress()
+        else:
+            progress = self._resumed or Progress(place=self._reader.place())
+        return encode_state(progress, dp_rank=self._dp_rank, settings=self._settings)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on behind the last micro-batch that was served when the state was saved.
+
+        Call it on every rank before the first `next()`, with states of the same step; that is
+        compared. The data iterator must be a loader of the same data that has not begun.
+
+        Raises:
+            ValueError: If a setting has changed, naming it with both values; the state is none; or
+                the loader cannot return there.
+            RuntimeError: If iteration has begun.
+        """
+        if self._opened:
+            raise RuntimeError(
+                "load_state_dict came after the first next(); load the state into a new buffer"
+            )
+        progress = decode_state(state_dict, dp_rank=self._dp_rank, settings=self._settings)
+        self._reader.resume(progress.place)
+        self._resumed = progress
+        self._pipeline.exchange = self._make_exchange(
+            resumed_behind=f"{progress.place.batches_read} + {progress.served} micro-batches"
+        )
+        if progress.ended:
+            self._pipeline.end()
+            self._finish(StopIteration())
 
     def shutdown(self) -> None:
         """Stop the overlap worker, tell the peers, and wait for both in bounded time."""
@@ -179,9 +258,15 @@ class ReorderingBuffer(Generic[BatchT]):
     ) -> None:
         self.shutdown()
 
-    def _next_window(self) -> list[BatchT]:
+    def _next_window(self) -> Iterable[BatchT]:
+        clock = PhaseClock()
         try:
-            window = self._take()
+            with clock.phase("wait"):
+                window = self._take()
+            if window is not None:
+                skipped = self._bookmark.enter(window.span, len(window.batches))
+                if window.measured is not None:
+                    self._observer.notify(window.measured.stats(wait_s=clock.read().wait))
         except BaseException as error:
             if self._end is None:  # else it was shut down meanwhile
                 self._end, self._trace = error, error.__traceback__
@@ -190,12 +275,17 @@ class ReorderingBuffer(Generic[BatchT]):
                 self._finalizer()
             raise
         if window is None:
+            self._bookmark.finish(self._reader.place())
             self._finish(StopIteration())
             raise StopIteration
         self._pipeline.residency.serve()
-        return window
+        return window.batches[skipped:]
 
-    def _take(self) -> list[BatchT] | None:
+    def _take(self) -> BalancedWindow[BatchT] | None:
+        if not self._opened:
+            self._opened = True
+            self._bookmark = Bookmark(self._resumed or Progress(place=self._reader.place()))
+            self._reader.open()
         try:
             return self._windows.next()
         except StopIteration as error:  # PEP 479, for what is no generator
@@ -203,6 +293,12 @@ class ReorderingBuffer(Generic[BatchT]):
                 "cost_of, image_count_of, the layout or the strategy raised StopIteration, which "
                 "would look like the end of the data"
             ) from error
+        except (MismatchError, ProtocolError) as error:
+            if self._resumed is not None:
+                error.add_note(
+                    "this rank resumed a saved run; all ranks must, each from its state of one step"
+                )
+            raise
 
     def _finish(self, end: BaseException) -> None:
         """Note how it ended, the first time, and close."""

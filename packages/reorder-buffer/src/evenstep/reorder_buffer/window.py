@@ -2,22 +2,46 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Literal, TypeAlias
+from contextlib import ExitStack
+from typing import Generic, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from evenstep.balance import Route, Strategy
-from evenstep.exchange import Agreement, ExchangeError, Offer, SampleExchange, Transfer
+from evenstep.exchange import (
+    Agreement,
+    ExchangeError,
+    Offer,
+    Patience,
+    Placement,
+    SampleExchange,
+    Transfer,
+)
 from evenstep.reorder_buffer.balancer import WindowBalancer
 from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
+from evenstep.reorder_buffer.measuring import Measured, PhaseClock
+from evenstep.reorder_buffer.observer import WindowObserver
+from evenstep.reorder_buffer.paired import PairedModules
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
+from evenstep.reorder_buffer.reader import ReaderPlace
 from evenstep.reorder_buffer.residency import Residency
+from evenstep.reorder_buffer.source import Collected, WindowSpan
+from evenstep.reorder_buffer.stats import PlanStats, plan_stats
+from evenstep.serialize import SampleLayout
 
-__all__ = ["OnUnevenEnd", "PreparedWindow", "UnevenEndError", "WindowPipeline", "exchange_window"]
+__all__ = [
+    "BalancedWindow",
+    "OnUnevenEnd",
+    "PreparedWindow",
+    "UnevenEndError",
+    "WindowPipeline",
+    "exchange_window",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +53,20 @@ class UnevenEndError(ExchangeError):
     """A rank's data ended before that of the others; raised on every rank if so chosen."""
 
 
+class BalancedWindow(NamedTuple, Generic[BatchT]):
+    """A window as it is served.
+
+    Attributes:
+        batches: The micro-batches of this rank.
+        span: The part of this rank's data that was read for it.
+        measured: Its loads, bytes and times; None if nobody looks at them.
+    """
+
+    batches: list[BatchT]
+    span: WindowSpan
+    measured: Measured | None
+
+
 class WindowPipeline(Generic[BatchT]):
     """Takes windows through agreeing, planning and packing; all ranks make the same calls.
 
@@ -37,6 +75,8 @@ class WindowPipeline(Generic[BatchT]):
         exchange: Moves the samples.
         on_uneven_end: When one rank's data ends first, stop on all ranks behind the last
             micro-batch that all have, or raise on all.
+        observer: Says which windows are measured; None for none.
+        paired: Compares the order with that of paired modules; None if there are none.
 
     Attributes:
         left_over: How many micro-batches each rank had read and could not serve, because another
@@ -50,23 +90,24 @@ class WindowPipeline(Generic[BatchT]):
         exchange: SampleExchange,
         *,
         on_uneven_end: OnUnevenEnd = "stop",
+        observer: WindowObserver | None = None,
+        paired: PairedModules | None = None,
     ) -> None:
         self.balancer = balancer
         self.exchange = exchange
         self.left_over: tuple[int, ...] = ()
         self.residency = Residency()
         self._on_uneven_end = on_uneven_end
+        self._observer = observer or WindowObserver(exchange.rank, log=False)
+        self._paired = paired or PairedModules(None, Patience())
         self._over = False
         self._unfinished: list[PreparedWindow[BatchT]] = []
 
-    def prepare(
-        self, collect: Callable[[], tuple[Sequence[BatchT], bool]], *, probe: bool = False
-    ) -> "PreparedWindow[BatchT] | None":
+    def prepare(self, collect: Callable[[], Collected[BatchT]]) -> "PreparedWindow[BatchT] | None":
         """Collect a window and prepare its exchange; None at the end of the data, on every rank.
 
         Args:
             collect: Returns this rank's micro-batches, and whether its data ends with them.
-            probe: Log the spread of costs before and after, on rank 0.
 
         Raises:
             BaseException: What `collect`, or cutting and costing, raised here.
@@ -75,10 +116,14 @@ class WindowPipeline(Generic[BatchT]):
         if self._over:
             return None
         try:
-            return self._prepare(collect, probe=probe)
+            return self._prepare(collect)
         except ExchangeError:  # which all ranks raise, or none can hear any more
             self._over = True
             raise
+
+    def end(self) -> None:
+        """Note that there is no window left; all ranks know it."""
+        self._over = True
 
     def leave(self, cause: BaseException) -> None:
         """Take no further part: keep what was promised, and tell the peers, unless they know.
@@ -101,32 +146,86 @@ class WindowPipeline(Generic[BatchT]):
         """Forget a window whose samples have arrived."""
         self._unfinished.remove(window)
 
-    def _prepare(
-        self, collect: Callable[[], tuple[Sequence[BatchT], bool]], *, probe: bool
-    ) -> "PreparedWindow[BatchT] | None":
-        def offer() -> Offer:
-            batches, exhausted = collect()
-            return self.balancer.offer(batches, exhausted=exhausted)
-
-        def plan(agreement: Agreement) -> "enumerate[Route]":
-            route = self.balancer.route(agreement)
-            if probe and self.exchange.rank == 0:
-                for slot, spread in enumerate(self.balancer.spread(agreement, route)):
-                    logger.info("slot %d: %s", slot, spread)
-            return enumerate(route)
-
-        agreed = self.exchange.agree(offer)
+    def _prepare(self, collect: Callable[[], Collected[BatchT]]) -> "PreparedWindow[BatchT] | None":
+        clock = PhaseClock()
+        with clock.phase("control"):
+            agreed, span = self._agree(collect, clock)
         agreement = self._cut_to_common(agreed)
         if agreement.num_slots == 0:
             self._over = True
+            self._paired.compare_end(span.number)
             return None
-        transfer = self.exchange.prepare(agreement, plan, check=self.balancer.check)
+        with clock.phase("control"):
+            transfer, measured = self._commit(
+                agreement, clock, number=span.number, last=_is_last(agreed)
+            )
+        read_bytes = sum(layout.nbytes for layout in agreement.layouts)
         window = PreparedWindow(
-            self, transfer, agreement.num_slots, sum(layout.nbytes for layout in agreement.layouts)
+            self,
+            transfer,
+            agreement.num_slots,
+            read_bytes,
+            span=span,
+            clock=clock,
+            measured=measured,
         )
         self._unfinished.append(window)
         self._over = _is_last(agreed)
         return window
+
+    def _agree(
+        self, collect: Callable[[], Collected[BatchT]], clock: PhaseClock
+    ) -> tuple[Agreement, WindowSpan]:
+        span: WindowSpan | None = None
+
+        def offer() -> Offer:
+            nonlocal span
+            with clock.phase("collect"):
+                batches, exhausted, span = collect()
+            with clock.phase("cost"):
+                return self.balancer.offer(batches, exhausted=exhausted)
+
+        agreement = self.exchange.agree(offer)
+        assert span is not None  # `agree` has called `offer`
+        return agreement, span
+
+    def _commit(
+        self, agreement: Agreement, clock: PhaseClock, *, number: int, last: bool
+    ) -> tuple[Transfer, Measured | None]:
+        stats: PlanStats | None = None
+        packing = ExitStack()  # from the plan until what it brings is checked
+
+        def plan(agreement: Agreement) -> "enumerate[Route]":
+            nonlocal stats
+            route = self.balancer.route(agreement)
+            if self._observer.wants(number):
+                stats = plan_stats(self.balancer.costs(agreement), route, self.balancer.dp_size)
+            if self._paired.is_due(number):
+                self._paired.compare_window(number, self.balancer.costs(agreement), route)
+            if last:
+                self._paired.compare_end(number + 1)
+            packing.enter_context(clock.phase("pack"))
+            return enumerate(route)
+
+        def check(
+            arriving: Sequence[tuple[int, Placement]], layouts: Sequence[SampleLayout]
+        ) -> None:
+            packing.close()
+            self.balancer.check(arriving, layouts)
+
+        with packing:
+            transfer = self.exchange.prepare(agreement, plan, check=check)
+        if stats is None:
+            return transfer, None
+        return transfer, Measured(
+            window=number,
+            dp_rank=self.exchange.rank,
+            dp_size=self.balancer.dp_size,
+            plan=stats,
+            bytes_sent=sum(transfer.moves.send_splits),
+            bytes_received=sum(transfer.moves.recv_splits),
+            clock=clock,
+        )
 
     def _cut_to_common(self, agreement: Agreement) -> Agreement:
         """Return the agreement without slots that a rank whose data has ended does not offer."""
@@ -160,11 +259,20 @@ class PreparedWindow(Generic[BatchT]):
     """
 
     def __init__(
-        self, pipeline: WindowPipeline[BatchT], transfer: Transfer, num_slots: int, read_bytes: int
+        self,
+        pipeline: WindowPipeline[BatchT],
+        transfer: Transfer,
+        num_slots: int,
+        read_bytes: int,
+        *,
+        span: WindowSpan,
+        clock: PhaseClock,
+        measured: Measured | None,
     ) -> None:
         self._pipeline = pipeline
         self._transfer = transfer
         self._num_slots = num_slots
+        self._span, self._clock, self._measured = span, clock, measured
         self._launches = threading.Lock()  # taken by the one launch that there is
         sent, received = sum(transfer.moves.send_splits), sum(transfer.moves.recv_splits)
         self._nbytes = read_bytes + sent + received
@@ -174,23 +282,26 @@ class PreparedWindow(Generic[BatchT]):
     def launch(self) -> None:
         """Start moving the samples, once; every rank's launches follow the same order."""
         if self._launches.acquire(blocking=False):
-            self._transfer.launch()
+            with self._clock.phase("transfer"):
+                self._transfer.launch()
 
     def settle(self) -> None:
         """Wait until the samples have moved, without a look at them."""
         self._transfer.settle()
 
-    def finish(self) -> list[BatchT]:
+    def finish(self) -> BalancedWindow[BatchT]:
         """Wait for the samples and join them; return the window's micro-batches of this rank."""
         balancer, residency = self._pipeline.balancer, self._pipeline.residency
-        arrivals = self._transfer.wait()
+        with self._clock.phase("transfer"):
+            arrivals = self._transfer.wait()
         self._pipeline.finished(self)
         residency.join(self._joined_nbytes)
-        batches = balancer.merge(arrivals, self._num_slots)
+        with self._clock.phase("merge"):
+            batches = balancer.merge(arrivals, self._num_slots)
         if not balancer.keeps_views:
             self._transfer.release()
         residency.add(-self._nbytes)
-        return batches
+        return BalancedWindow(batches, self._span, self._measured)
 
 
 def exchange_window(
@@ -253,12 +364,17 @@ def exchange_window(
         stream=nccl_stream,
     )
 
-    def collect() -> tuple[Sequence[BatchT], bool]:
+    def collect() -> Collected[BatchT]:
         if not batches:
             raise ValueError("batches is empty; a window needs at least one micro-batch")
-        return batches, False
+        return Collected(batches, False, WindowSpan(0, ReaderPlace(), ReaderPlace()))
 
-    window = WindowPipeline(balancer, exchange).prepare(collect, probe=probe)
-    assert window is not None  # only exhausted data ends
-    window.launch()
-    return window.finish()
+    started = time.perf_counter()
+    observer = WindowObserver(dp_rank, log=probe)
+    prepared = WindowPipeline(balancer, exchange, observer=observer).prepare(collect)
+    assert prepared is not None  # only exhausted data ends
+    prepared.launch()
+    window = prepared.finish()
+    if window.measured is not None:
+        observer.notify(window.measured.stats(wait_s=time.perf_counter() - started))
+    return window.batches

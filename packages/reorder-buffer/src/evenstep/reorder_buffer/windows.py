@@ -10,7 +10,7 @@ from evenstep.reorder_buffer.device import record_stream_for_batch
 from evenstep.reorder_buffer.layout import BatchT
 from evenstep.reorder_buffer.overlap import OverlapWorker, StopRequest
 from evenstep.reorder_buffer.source import WindowSource
-from evenstep.reorder_buffer.window import PreparedWindow, WindowPipeline
+from evenstep.reorder_buffer.window import BalancedWindow, PreparedWindow, WindowPipeline
 
 __all__ = ["CallerLaunches", "Inline", "Windows", "WorkerDoesAll"]
 
@@ -20,8 +20,8 @@ T = TypeVar("T")
 class Windows(Protocol[BatchT]):
     """Yields balanced windows, one call each."""
 
-    def next(self) -> list[BatchT] | None:
-        """Return the next window's micro-batches; None at the end, on every rank."""
+    def next(self) -> BalancedWindow[BatchT] | None:
+        """Return the next window; None at the end, on every rank."""
         ...
 
     def close(self) -> None:
@@ -37,7 +37,7 @@ class Inline(Generic[BatchT]):
     ) -> None:
         self._pipeline, self._source, self._stop = pipeline, source, stop
 
-    def next(self) -> list[BatchT] | None:
+    def next(self) -> BalancedWindow[BatchT] | None:
         """Return the next window (see `Windows`)."""
         prepared = self._pipeline.prepare(self._source)
         if prepared is None:
@@ -53,7 +53,7 @@ class Inline(Generic[BatchT]):
 
 
 class _Ready(NamedTuple, Generic[BatchT]):
-    batches: list[BatchT]
+    window: BalancedWindow[BatchT]
     event: torch.cuda.Event | None
 
 
@@ -71,7 +71,7 @@ class WorkerDoesAll(Generic[BatchT]):
         self._inline = Inline(pipeline, source, stop)
         self._worker: OverlapWorker[_Ready[BatchT]] | None = None
 
-    def next(self) -> list[BatchT] | None:
+    def next(self) -> BalancedWindow[BatchT] | None:
         """Return the next window (see `Windows`)."""
         if self._worker is None:
             # One window is served; one may be ready, and one in the making.
@@ -84,8 +84,8 @@ class WorkerDoesAll(Generic[BatchT]):
         if ready.event is not None:
             current = torch.cuda.current_stream()
             current.wait_event(ready.event)
-            record_stream_for_batch(ready.batches, current)
-        return ready.batches
+            record_stream_for_batch(ready.window.batches, current)
+        return ready.window
 
     def close(self) -> None:
         """Tell the peers and end the worker (see `Windows`)."""
@@ -93,9 +93,9 @@ class WorkerDoesAll(Generic[BatchT]):
 
     def _produce(self) -> _Ready[BatchT] | None:
         stream = self._pipeline.exchange.payload.stream
-        batches = self._inline.next()
+        window = self._inline.next()
         event = None if stream is None else stream.record_event()
-        return None if batches is None else _Ready(batches, event)
+        return None if window is None else _Ready(window, event)
 
 
 class CallerLaunches(Generic[BatchT]):
@@ -113,7 +113,7 @@ class CallerLaunches(Generic[BatchT]):
         self._worker: OverlapWorker[PreparedWindow[BatchT]] | None = None
         self._moving: PreparedWindow[BatchT] | None = None
 
-    def next(self) -> list[BatchT] | None:
+    def next(self) -> BalancedWindow[BatchT] | None:
         """Return the next window (see `Windows`)."""
         if self._worker is None:
             # One window is served, one is moving; one may be ready to be launched.
@@ -122,9 +122,9 @@ class CallerLaunches(Generic[BatchT]):
         if self._moving is None:  # an error is due only now: what was made before it is served
             self._worker.raise_failure()
             return None
-        batches = self._moving.finish()
+        window = self._moving.finish()
         self._launch_next(self._worker)
-        return batches
+        return window
 
     def close(self) -> None:
         """Tell the peers and end the worker (see `Windows`)."""

@@ -1,0 +1,128 @@
+"""The state of a run: what was served, in a dict that a checkpoint can hold."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from evenstep.exchange import Setting
+from evenstep.reorder_buffer.reader import ReaderPlace
+from evenstep.reorder_buffer.source import WindowSpan
+
+__all__ = ["Bookmark", "Progress", "StateDict", "decode_state", "encode_state"]
+
+StateDict: TypeAlias = dict[str, Any]
+"""A state as torch's checkpoints take it: plain values and tensors, and the loader's own."""
+
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far the training loop has come in one pass.
+
+    Attributes:
+        place: The start of the window that is being served.
+        served: Micro-batches of that window that were served.
+        ended: Whether the loop has seen the end of the pass.
+    """
+
+    place: ReaderPlace
+    served: int = 0
+    ended: bool = False
+
+
+def encode_state(progress: Progress, *, dp_rank: int, settings: Mapping[str, Setting]) -> StateDict:
+    """Return the dict for a checkpoint of this rank."""
+    return {
+        "version": _VERSION,
+        "dp_rank": dp_rank,
+        "settings": dict(settings),
+        "place": {field: getattr(progress.place, field) for field in ReaderPlace.__slots__},
+        "served": progress.served,
+        "ended": progress.ended,
+    }
+
+
+def decode_state(
+    state: Mapping[str, Any], *, dp_rank: int, settings: Mapping[str, Setting]
+) -> Progress:
+    """Return how far the saved run had come.
+
+    Args:
+        state: What `encode_state` returned.
+        dp_rank: This rank.
+        settings: Those of now, which must be those of then.
+
+    Raises:
+        ValueError: If the state is none, or of another version, or a setting has changed; naming
+            it, with both values.
+    """
+    version = state.get("version")
+    if version != _VERSION:
+        raise ValueError(
+            f"the state has version {version!r}, and this release reads version {_VERSION}; pass "
+            "what state_dict() returned, unchanged"
+        )
+    for name, saved in state["settings"].items():
+        if settings.get(name) != saved:
+            raise ValueError(
+                f"{name} is {settings.get(name)!r}, but the state was saved with {saved!r}; the "
+                "samples would come in another order, so resume with the settings of then, or "
+                "start the epoch anew"
+            )
+    place = ReaderPlace(**state["place"])
+    own = place.loader is not None or place.generator is not None
+    if own and state["dp_rank"] != dp_rank:
+        raise ValueError(
+            f"dp_rank is {dp_rank}, but the state was saved by rank {state['dp_rank']}; it holds "
+            "the place of that rank's loader, so every rank must save and load its own"
+        )
+    return Progress(place=place, served=state["served"], ended=state["ended"])
+
+
+class Bookmark:
+    """Follows the training loop through one pass, so that it can be told where it is.
+
+    Args:
+        start: Where the pass starts: its beginning, or where an earlier run was.
+    """
+
+    def __init__(self, start: Progress) -> None:
+        self._start = start
+        self._span: WindowSpan | None = None
+        self._size = 0
+        self._served = 0
+        self._end: ReaderPlace | None = start.place if start.ended else None
+
+    def enter(self, span: WindowSpan, size: int) -> int:
+        """Begin a window of `size` micro-batches; return how many an earlier run has served.
+
+        Raises:
+            ValueError: If it served more than there are.
+        """
+        self._served = self._start.served if self._span is None else 0
+        if self._served >= size:
+            raise ValueError(
+                f"window {span.number} has {size} micro-batches, but the saved run was served "
+                f"{self._served} of it; the data is not that of the saved run"
+            )
+        self._span, self._size = span, size
+        return self._served
+
+    def serve(self) -> None:
+        """Count a micro-batch of the window."""
+        self._served += 1
+
+    def finish(self, end: ReaderPlace) -> None:
+        """Note that the training loop has seen the end of the pass."""
+        self._end = end
+
+    def progress(self) -> Progress:
+        """Return where the training loop is."""
+        if self._end is not None:
+            return Progress(place=self._end, ended=True)
+        if self._span is None:
+            return self._start
+        if self._served == self._size:
+            return Progress(place=self._span.end)
+        return Progress(place=self._span.start, served=self._served)
