@@ -47,6 +47,8 @@ class WindowBalancer(Generic[BatchT]):
                 f"n_groups is {self.n_groups} and dp_size {self.dp_size}; n_groups must be a "
                 "positive multiple of dp_size, the least common multiple of the modules' DP sizes"
             )
+        if not callable(self.cost_of):
+            raise ValueError(f"cost_of is {self.cost_of!r}; it must be a function of a flat sample")
 
     def offer(self, batches: Sequence[BatchT], *, exhausted: bool = False) -> Offer:
         """Cut this rank's micro-batches and compute the costs.

@@ -22,7 +22,13 @@ from evenstep.reorder_buffer.overlap import StopRequest
 from evenstep.reorder_buffer.paired import PairedCheck, PairedModules
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
 from evenstep.reorder_buffer.reader import LoaderReader
-from evenstep.reorder_buffer.settings import check_overlap, check_window_size, settings_of
+from evenstep.reorder_buffer.settings import (
+    check_overlap,
+    check_rank,
+    check_uneven_end,
+    check_window_size,
+    settings_of,
+)
 from evenstep.reorder_buffer.source import WindowSource
 from evenstep.reorder_buffer.state import (
     Bookmark,
@@ -116,9 +122,12 @@ class ReorderingBuffer(Generic[BatchT]):
             strategy=strategy,
         )
         check_window_size(window_size)
+        check_rank(dp_rank, dp_size)
+        check_uneven_end(on_uneven_end)
         driver: _Driver[BatchT] = _driver(
-            overlap=overlap, launch=launch, payload_group=dp_group_nccl
+            overlap=overlap, launch=launch, control=dp_group_gloo, payload=dp_group_nccl
         )
+        self._reader = LoaderReader(data_iterator)
         self._stop = stop = StopRequest()
         settings = settings_of(balancer, window_size=window_size, on_uneven_end=on_uneven_end)
         patience = Patience(timeout_s=timeout_s, should_stop=stop.overdue)
@@ -152,11 +161,10 @@ class ReorderingBuffer(Generic[BatchT]):
             observer=self._observer,
             paired=paired_modules,
         )
-        self._reader = LoaderReader(data_iterator)
         source = WindowSource(self._reader, window_size, stop)
         self._windows: Windows[BatchT] = driver(self._pipeline, source, stop)
         self._resumed: Progress | None = None
-        self._opened = False
+        self._bookmark: Bookmark | None = None  # until the first `next()`
         self._ready: deque[BatchT] = deque()
         self._end: BaseException | None = None
         self._trace: TracebackType | None = None
@@ -211,7 +219,7 @@ class ReorderingBuffer(Generic[BatchT]):
         the start of the current window; another loader is read again up to there. Every rank saves
         and loads its own.
         """
-        if self._opened:
+        if self._bookmark is not None:
             progress = self._bookmark.progress()
         else:
             progress = self._resumed or Progress(place=self._reader.place())
@@ -228,7 +236,7 @@ class ReorderingBuffer(Generic[BatchT]):
                 the loader cannot return there.
             RuntimeError: If iteration has begun.
         """
-        if self._opened:
+        if self._bookmark is not None:
             raise RuntimeError(
                 "load_state_dict came after the first next(); load the state into a new buffer"
             )
@@ -267,13 +275,14 @@ class ReorderingBuffer(Generic[BatchT]):
                 skipped = self._bookmark.enter(window.span, len(window.batches))
                 if window.measured is not None:
                     self._observer.notify(window.measured.stats(wait_s=clock.read().wait))
-        except BaseException as error:
+        except BaseException as raised:  # noqa: BLE001 - raised below, now and ever after
+            error = _not_the_end(raised)
             if self._end is None:  # else it was shut down meanwhile
                 self._end, self._trace = error, error.__traceback__
             self._stop.make(error)
             if not isinstance(error, KeyboardInterrupt):  # that shall not wait for any peer
                 self._finalizer()
-            raise
+            raise error
         if window is None:
             self._bookmark.finish(self._reader.place())
             self._finish(StopIteration())
@@ -282,17 +291,11 @@ class ReorderingBuffer(Generic[BatchT]):
         return window.batches[skipped:]
 
     def _take(self) -> BalancedWindow[BatchT] | None:
-        if not self._opened:
-            self._opened = True
-            self._bookmark = Bookmark(self._resumed or Progress(place=self._reader.place()))
+        if self._bookmark is None:
             self._reader.open()
+            self._bookmark = Bookmark(self._resumed or Progress(place=self._reader.place()))
         try:
             return self._windows.next()
-        except StopIteration as error:  # PEP 479, for what is no generator
-            raise RuntimeError(
-                "cost_of, image_count_of, the layout or the strategy raised StopIteration, which "
-                "would look like the end of the data"
-            ) from error
         except (MismatchError, ProtocolError) as error:
             if self._resumed is not None:
                 error.add_note(
@@ -306,17 +309,33 @@ class ReorderingBuffer(Generic[BatchT]):
         self._finalizer()
 
 
+def _not_the_end(error: BaseException) -> BaseException:
+    """Return `error`, or a RuntimeError for a StopIteration: PEP 479, for what is no generator."""
+    if not isinstance(error, StopIteration):
+        return error
+    failure = RuntimeError(
+        "cost_of, image_count_of, the layout, the strategy or on_window raised StopIteration, "
+        "which would look like the end of the data"
+    )
+    failure.__cause__ = error
+    return failure
+
+
 def _driver(
-    *, overlap: bool, launch: Launch, payload_group: dist.ProcessGroup | None
+    *,
+    overlap: bool,
+    launch: Launch,
+    control: dist.ProcessGroup | None,
+    payload: dist.ProcessGroup | None,
 ) -> "_Driver[BatchT]":
     if launch not in {"auto", "caller", "worker"}:
         raise ValueError(f"launch is {launch!r}; it must be 'auto', 'caller' or 'worker'")
     if not overlap:
         return Inline
-    check_overlap(payload_group)
     if launch == "auto":
-        on_gpu = payload_group is not None and dist.get_backend(payload_group) == "nccl"
+        on_gpu = payload is not None and dist.get_backend(payload) == "nccl"
         launch = "caller" if on_gpu else "worker"
+    check_overlap(control, payload, one_thread=launch == "worker")
     return CallerLaunches if launch == "caller" else WorkerDoesAll
 
 

@@ -10,7 +10,14 @@ from evenstep.exchange import Setting
 from evenstep.reorder_buffer.balancer import WindowBalancer
 from evenstep.reorder_buffer.layout import BatchT
 
-__all__ = ["check_overlap", "check_window_size", "described", "settings_of"]
+__all__ = [
+    "check_overlap",
+    "check_rank",
+    "check_uneven_end",
+    "check_window_size",
+    "described",
+    "settings_of",
+]
 
 
 def check_window_size(window_size: int) -> None:
@@ -21,11 +28,29 @@ def check_window_size(window_size: int) -> None:
         )
 
 
-def check_overlap(payload_group: dist.ProcessGroup | None) -> None:
+def check_rank(dp_rank: int, dp_size: int) -> None:
+    """Raise ValueError unless `dp_rank` is one of `dp_size` ranks."""
+    if not 0 <= dp_rank < dp_size:
+        raise ValueError(
+            f"dp_rank is {dp_rank}; it must be in [0, {dp_size}), the DP group's ranks"
+        )
+
+
+def check_uneven_end(on_uneven_end: str) -> None:
+    """Raise ValueError unless `on_uneven_end` is a known choice."""
+    if on_uneven_end not in {"stop", "raise"}:
+        raise ValueError(f"on_uneven_end is {on_uneven_end!r}; it must be 'stop' or 'raise'")
+
+
+def check_overlap(
+    control: dist.ProcessGroup | None, payload: dist.ProcessGroup | None, *, one_thread: bool
+) -> None:
     """Raise ValueError where an exchange beside the computation could not work.
 
     Args:
-        payload_group: The group for the samples.
+        control: The group for the metadata.
+        payload: The group for the samples.
+        one_thread: Whether one thread uses both.
     """
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise ValueError(
@@ -33,11 +58,17 @@ def check_overlap(payload_group: dist.ProcessGroup | None) -> None:
             "the gradients' all-reduce would share one hardware queue and can deadlock. Unset the "
             "variable, or pass overlap=False"
         )
-    if payload_group is not None and payload_group is dist.group.WORLD:
+    if payload is not None and payload is control and not one_thread:
         raise ValueError(
-            "overlap=True needs a group of its own for the samples, not the default group, which "
-            "the training loop uses at the same time; see build_module_dp_process_groups"
+            "dp_group_gloo and dp_group_nccl are one group, but two threads use them under "
+            "overlap=True with launch='caller'; see build_module_dp_process_groups"
         )
+    for name, group in (("dp_group_gloo", control), ("dp_group_nccl", payload)):
+        if group is not None and group is dist.group.WORLD:
+            raise ValueError(
+                f"{name} is the default group, which the training loop uses at the same time; "
+                "overlap=True needs a group of its own, see build_module_dp_process_groups"
+            )
 
 
 def settings_of(balancer: WindowBalancer[BatchT], **more: Setting) -> dict[str, Setting]:
