@@ -275,14 +275,16 @@ class ReorderingBuffer(Generic[BatchT]):
                 skipped = self._bookmark.enter(window.span, len(window.batches))
                 if window.measured is not None:
                     self._observer.notify(window.measured.stats(wait_s=clock.read().wait))
-        except BaseException as raised:  # noqa: BLE001 - raised below, now and ever after
-            error = _not_the_end(raised)
-            if self._end is None:  # else it was shut down meanwhile
-                self._end, self._trace = error, error.__traceback__
-            self._stop.make(error)
-            if not isinstance(error, KeyboardInterrupt):  # that shall not wait for any peer
-                self._finalizer()
-            raise error
+        except StopIteration as error:  # PEP 479, for what is no generator
+            failure = RuntimeError(
+                "cost_of, image_count_of, the layout, the strategy or on_window raised "
+                "StopIteration, which would look like the end of the data"
+            )
+            self._fail(failure)
+            raise failure from error
+        except BaseException as error:
+            self._fail(error)
+            raise
         if window is None:
             self._bookmark.finish(self._reader.place())
             self._finish(StopIteration())
@@ -303,22 +305,18 @@ class ReorderingBuffer(Generic[BatchT]):
                 )
             raise
 
+    def _fail(self, error: BaseException) -> None:
+        """Note the error that ends the iteration, and tell the peers."""
+        if self._end is None:  # else it was shut down meanwhile
+            self._end, self._trace = error, error.__traceback__
+        self._stop.make(error)
+        if not isinstance(error, KeyboardInterrupt):  # that shall not wait for any peer
+            self._finalizer()
+
     def _finish(self, end: BaseException) -> None:
         """Note how it ended, the first time, and close."""
         self._end = self._end or end
         self._finalizer()
-
-
-def _not_the_end(error: BaseException) -> BaseException:
-    """Return `error`, or a RuntimeError for a StopIteration: PEP 479, for what is no generator."""
-    if not isinstance(error, StopIteration):
-        return error
-    failure = RuntimeError(
-        "cost_of, image_count_of, the layout, the strategy or on_window raised StopIteration, "
-        "which would look like the end of the data"
-    )
-    failure.__cause__ = error
-    return failure
 
 
 def _driver(
