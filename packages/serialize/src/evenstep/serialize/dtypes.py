@@ -1,6 +1,11 @@
 """The dtypes that can be serialized, their codes in the wire formats, and the alignment."""
 
+import sys
+
 import torch
+
+if sys.byteorder != "little":
+    raise ImportError("evenstep.serialize writes elements as they lie in little-endian memory")
 
 ALIGNMENT = 8
 """Every field starts at a multiple of this many bytes: the widest element that is supported."""
