@@ -54,7 +54,9 @@ class PackedAttention(torch.nn.Module):
             out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out.permute(2, 0, 1, 3).flatten(2)
         group, borders = packed_seq_params.cp_group, packed_seq_params.cu_seqlens_q_padded
-        positions = zigzag_indices(borders, cp_size=group.size(), cp_rank=group.rank())
+        # A rank that is alone in its micro-batch (dynamic context parallelism) has no group.
+        cp_size, cp_rank = (1, 0) if group is None else (group.size(), group.rank())
+        positions = zigzag_indices(borders, cp_size=cp_size, cp_rank=cp_rank)
         keys, values = (_whole_pack(rows, borders, group) for rows in (key, value))
         parts = [
             _attend(query, keys, values, positions, start, end)
@@ -85,10 +87,10 @@ def _attend(
 
 
 def _whole_pack(
-    part: torch.Tensor, cu_seqlens_padded: torch.Tensor, group: dist.ProcessGroup
+    part: torch.Tensor, cu_seqlens_padded: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Return the rows of all CP ranks in the order of the pack."""
-    if group.size() == 1:
+    if group is None or group.size() == 1:
         return part
     gathered = cast("torch.Tensor", _Gather.apply(part, group))
     order = torch.cat(

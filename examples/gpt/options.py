@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=int, default=10, help="optimizer steps of each run")
     add("--documents-per-rank", type=int, default=16, help="documents that a rank reads per step")
-    add("--tokens-per-rank", type=int, default=2048, help="tokens that a rank may hold at a time")
+    add("--tokens-per-rank", type=int, default=4096, help="tokens that a rank may hold at a time")
     add("--longest", type=int, default=2000, help="documents are cut after this many bytes")
     add("--context-parallel", type=int, default=1, help="ranks that share each document")
     add("--width", type=int, default=64, help="model width, a multiple of 16")

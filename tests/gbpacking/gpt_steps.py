@@ -17,7 +17,9 @@ class Layout(NamedTuple):
     replicas: int = 1
 
 
-def packed_steps(rank: int, _: int, scheduler: str, layout: Layout) -> dict[str, Any]:
+def packed_steps(
+    rank: int, _: int, scheduler: str, layout: Layout, device_name: str = "cpu"
+) -> dict[str, Any]:
     """Run `STEPS` packed steps without updating weights; return losses, gradients and packs."""
     import torch
     import torch.distributed as dist
@@ -26,11 +28,13 @@ def packed_steps(rank: int, _: int, scheduler: str, layout: Layout) -> dict[str,
     from gpt.text import samples_of_rank
 
     from evenstep.gbpacking import (
+        PackingOptions,
         get_batch_for_global_batch_packing,
         padding_multiple,
         wrap_data_iterator_for_global_batch_packing,
     )
 
+    device = torch.device(device_name)
     groups = model_groups(Parallelism(tensor=layout.tp, context=layout.cp))
     if layout.replicas > 1:  # several data-parallel groups, each a run of its own
         first = rank - rank % layout.dp
@@ -43,7 +47,7 @@ def packed_steps(rank: int, _: int, scheduler: str, layout: Layout) -> dict[str,
     config.sequence_packing_scheduler = scheduler
     config.max_seqlen_per_dp_cp_rank = TOKENS_PER_RANK
     torch.manual_seed(7)
-    model = build_model(config, size, groups)
+    model = build_model(config, size, groups).to(device)
     loader = samples_of_rank(
         documents(),
         rank=groups.dp.rank(),
@@ -54,16 +58,20 @@ def packed_steps(rank: int, _: int, scheduler: str, layout: Layout) -> dict[str,
     losses, tokens, sums, counts = [], [], [], []
     for _step in range(STEPS):
         packed, num_microbatches, *statistics = wrap_data_iterator_for_global_batch_packing(
-            loader if groups.tp.rank() == 0 else None, config, NUM_MICROBATCHES, groups
+            loader if groups.tp.rank() == 0 else None,
+            config,
+            NUM_MICROBATCHES,
+            groups,
+            options=PackingOptions(device=device),
         )
         counts.append(num_microbatches)
         sums.append(statistics)
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         seen: list[list[int]] = []
         for _microbatch in range(num_microbatches):
             ids, labels, mask, attention_mask, positions, params, padding = (
                 get_batch_for_global_batch_packing(
-                    packed, config, pg_collection=groups, vp_stage=None
+                    packed, config, pg_collection=groups, vp_stage=None, device=device
                 )
             )
             assert attention_mask is None
@@ -86,7 +94,7 @@ def packed_steps(rank: int, _: int, scheduler: str, layout: Layout) -> dict[str,
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=groups.dp_cp)
-        gradients[name] = parameter.grad.numpy()
+        gradients[name] = parameter.grad.cpu().numpy()
         if getattr(parameter, "tensor_model_parallel", False):
             shards[name] = (groups.tp.rank(), parameter.partition_dim)
     return {
@@ -105,7 +113,7 @@ def documents() -> list[bytes]:
     return shuffled(standard_library_documents(max_bytes=LONGEST), seed=3)
 
 
-def unpacked_steps(rank: int, _: int, num_samples: int) -> dict[str, Any]:
+def unpacked_steps(rank: int, _: int, num_samples: int, device_name: str = "cpu") -> dict[str, Any]:
     """The reference: rank 0 alone, one unpadded sample after another, no pack in sight."""
     import torch
     import torch.distributed as dist
@@ -121,14 +129,17 @@ def unpacked_steps(rank: int, _: int, num_samples: int) -> dict[str, Any]:
         return {}
     size = ModelSize(positions=1024)
     torch.manual_seed(7)
-    model = build_model(transformer_config(size), size, groups)
+    device = torch.device(device_name)
+    model = build_model(transformer_config(size), size, groups).to(device)
     drawn = documents()
     losses = []
     for step in range(STEPS):
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         for index in range(step * num_samples, (step + 1) * num_samples):
             sample = sample_of(drawn[index])
-            tokens, labels, mask, positions = (sample[key].unsqueeze(0) for key in TOKEN_KEYS)
+            tokens, labels, mask, positions = (
+                sample[key].unsqueeze(0).to(device) for key in TOKEN_KEYS
+            )
             part = summed_loss(model, (tokens, labels, mask, positions))
             part.backward()  # type: ignore[no-untyped-call] # untyped in torch
             loss += part.detach()
@@ -136,5 +147,5 @@ def unpacked_steps(rank: int, _: int, num_samples: int) -> dict[str, Any]:
     dist.barrier()
     return {
         "losses": losses,
-        "gradients": {name: p.grad.numpy() for name, p in model.named_parameters()},
+        "gradients": {name: p.grad.cpu().numpy() for name, p in model.named_parameters()},
     }
