@@ -31,7 +31,8 @@ class WindowBalancer(Generic[BatchT]):
         strategy: Who gets what.
 
     Raises:
-        ValueError: If `dp_size` does not divide `n_groups`.
+        ValueError: If `dp_size` does not divide `n_groups`, `cost_of` is no function, or no
+            strategy has that name.
     """
 
     dp_size: int
@@ -49,6 +50,7 @@ class WindowBalancer(Generic[BatchT]):
             )
         if not callable(self.cost_of):
             raise ValueError(f"cost_of is {self.cost_of!r}; it must be a function of a flat sample")
+        build_window_route([], self.n_groups, self.dp_size, strategy=self.strategy)  # checks it
 
     def offer(self, batches: Sequence[BatchT], *, exhausted: bool = False) -> Offer:
         """Cut this rank's micro-batches and compute the costs.
