@@ -1,0 +1,259 @@
+"""`exchange_window` on real ranks, against what the contract's route says, byte for byte."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from evenstep.balance import build_window_route
+from evenstep.reorder_buffer import (
+    SAMPLE_LIST,
+    exchange_window,
+    reorder_window_local,
+)
+from tests.harness import RankPools
+from tests.reorder_buffer.numbered import (
+    checked,
+    cost_of,
+    groups,
+    image_counts,
+    microbatch,
+    numbers_in,
+    shard,
+)
+
+SIZE = 4
+
+
+def _window(rank: int, world_size: int, slots: int, size: int, max_images: int) -> list[Any]:
+    return [
+        microbatch(shard(slot, rank, world_size, size), max_images=max_images)
+        for slot in range(slots)
+    ]
+
+
+def _cost_of_number(number: int) -> float:
+    return cost_of({"input_ids": torch.tensor([[number * 100]])})
+
+
+def _expected(world_size: int, slots: int, size: int, n_groups: int) -> list[list[list[int]]]:
+    """Return the numbers on each rank in each slot, by the contract's route."""
+    shards = [
+        [number for rank in range(world_size) for number in shard(slot, rank, world_size, size)]
+        for slot in range(slots)
+    ]
+    costs = [[_cost_of_number(number) for number in slot] for slot in shards]
+    route = build_window_route(costs, n_groups, world_size)
+    numbers = [number for slot in shards for number in slot]
+    placed: list[list[list[tuple[int, int]]]] = [
+        [[] for _ in range(slots)] for _ in range(world_size)
+    ]
+    for number, (slot, owner, position) in zip(numbers, route, strict=True):
+        placed[owner][slot].append((position, number))
+    return [[[number for _, number in sorted(slot)] for slot in rank] for rank in placed]
+
+
+def _exchange(
+    rank: int, world_size: int, slots: int, size: int, max_images: int, settings: dict[str, Any]
+) -> list[list[int]]:
+    with groups(settings.get("dp_size")) as made:
+        settings = {"n_groups": world_size, "dp_size": world_size, **settings}
+        dp_size = settings["dp_size"]
+        if rank >= dp_size:
+            return []  # of another module
+        found = exchange_window(
+            _window(rank, dp_size, slots, size, max_images),
+            dp_rank=rank,
+            cost_of=cost_of,
+            dp_group_gloo=made.control,
+            dp_group_nccl=made.payload,
+            image_count_of=image_counts,
+            **settings,
+        )
+        return [checked(batch, max_images=max_images) for batch in found]
+
+
+@pytest.mark.parametrize("max_images", [0, 1, 3], ids=["text", "single image", "several images"])
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_sample_arrives_where_the_route_says(
+    ranks: RankPools, world_size: int, slots: int, max_images: int
+) -> None:
+    found = ranks(world_size).run(_exchange, slots, SIZE, max_images, {})
+    assert found == _expected(world_size, slots, SIZE, world_size)
+
+
+@pytest.mark.parametrize("strategy", ["refined", "least_move", "lpt"])
+def test_other_strategies_keep_every_sample_in_its_slot(ranks: RankPools, strategy: str) -> None:
+    found = ranks(2).run(_exchange, 3, SIZE, 3, {"strategy": strategy})
+    for slot in range(3):
+        there = sorted(number for rank in found for number in rank[slot])
+        assert there == [*range(slot * 2 * SIZE, (slot + 1) * 2 * SIZE)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "n_groups"), [((2, 4), 4), ((4, 1), 4), ((2, 3), 6)], ids=["2|4", "1|4", "2|3"]
+)
+def test_modules_of_different_sizes_derive_one_order(
+    ranks: RankPools, sizes: tuple[int, int], n_groups: int
+) -> None:
+    """Each of two modules holds all samples, and each orders them for itself."""
+    total, slots = 24, 2
+    orders = []
+    for dp_size in sizes:
+        settings = {"n_groups": n_groups, "dp_size": dp_size}
+        if dp_size == 1:
+            windows = [microbatch(shard(slot, 0, 1, total)) for slot in range(slots)]
+            local = reorder_window_local(
+                windows, n_groups=n_groups, cost_of=cost_of, image_count_of=image_counts
+            )
+            found = [[checked(batch) for batch in local]]
+        else:
+            found = ranks(4).run(_exchange, slots, total // dp_size, 3, settings)[:dp_size]
+        orders.append([[n for rank in found for n in rank[slot]] for slot in range(slots)])
+    assert orders[0] == orders[1]
+
+
+def test_one_rank_needs_no_groups() -> None:
+    found = exchange_window(
+        [microbatch(range(6))],
+        dp_rank=0,
+        dp_size=1,
+        n_groups=3,
+        cost_of=cost_of,
+        dp_group_gloo=None,
+        dp_group_nccl=None,
+        image_count_of=image_counts,
+    )
+    local = reorder_window_local(
+        [microbatch(range(6))], n_groups=3, cost_of=cost_of, image_count_of=image_counts
+    )
+    assert checked(found[0]) == numbers_in(local[0])
+
+
+def test_probe_logs_the_spread_per_slot(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="evenstep.reorder_buffer"):
+        _alone([microbatch([0, 1]), microbatch([2, 3])], probe=True)
+    assert [record.getMessage()[:6] for record in caplog.records] == ["slot 0", "slot 1"]
+    assert "'after_max':" in caplog.text
+
+
+def _alone(batches: list[Any], **settings: Any) -> list[Any]:
+    settings = {"cost_of": cost_of, "n_groups": 2, "dp_size": 1, "dp_rank": 0, **settings}
+    return exchange_window(
+        batches, dp_group_gloo=None, dp_group_nccl=None, image_count_of=image_counts, **settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"n_groups": 3, "dp_size": 2}, "n_groups is 3 and dp_size 2; n_groups must be a positive"),
+        ({"n_groups": 0}, "n_groups is 0"),
+        ({"dp_size": 0}, "dp_size 0"),
+        ({"dp_size": 2}, "a control group is needed for 2 ranks"),
+        ({"strategy": "unknown"}, "unknown"),
+        ({"n_groups": 3}, "must divide"),
+        ({"cost_of": lambda _: float("nan")}, "cost_of returned nan for sample 0"),
+    ],
+)
+def test_bad_input_is_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        _alone([microbatch([0, 1, 2, 3])], **settings)
+
+
+def test_windows_must_hold_equal_micro_batches() -> None:
+    with pytest.raises(ValueError, match="batches is empty; a window needs at least one"):
+        _alone([])
+    with pytest.raises(ValueError, match=r"micro-batches of this window have \[2, 4\] samples"):
+        _alone([microbatch([0, 1]), microbatch([2, 3, 4, 5])])
+
+
+def _fail(rank: int, world_size: int, case: str) -> str:
+    """Make one rank's window bad, and return what this rank got to hear."""
+    batches = _window(rank, world_size, 2, SIZE, 3)
+    settings: dict[str, Any] = {}
+    last = rank == world_size - 1
+    if case == "empty" and last:
+        batches = []
+    elif case == "fewer samples" and last:
+        batches = [microbatch([0, 1]), microbatch([2, 3])]
+    elif case == "other dtype" and last:
+        batches[1]["loss_mask"] = batches[1]["loss_mask"].to(torch.float64)
+    elif case == "field missing" and last:
+        del batches[0]["loss_mask"]
+    elif case == "other length" and last:
+        batches[0]["input_ids"] = torch.zeros(SIZE, 9, dtype=torch.int64)
+    elif case == "groups":
+        settings = {"n_groups": 3 * world_size}
+    elif case == "strategy" and last:
+        settings = {"strategy": "least_move"}
+    with groups() as made:
+        try:
+            exchange_window(
+                batches,
+                dp_rank=rank,
+                dp_size=world_size,
+                **{"n_groups": world_size, "cost_of": cost_of, **settings},
+                dp_group_gloo=made.control,
+                dp_group_nccl=made.payload,
+                image_count_of=image_counts,
+            )
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            dist.barrier()
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "last"),
+    [
+        ("empty", "PeerFailedError.*on rank 1: ValueError: batches is empty", "^ValueError: batch"),
+        ("fewer samples", r"rank 0: \[4, 4\], rank 1: \[2, 2\]", r"rank 0: \[4, 4\], rank 1: \[2"),
+        ("other dtype", "loss_mask", "loss_mask"),
+        ("field missing", "loss_mask", "loss_mask"),
+        ("other length", "input_ids", "input_ids"),
+        ("groups", "6", "6"),
+        ("strategy", "^MismatchError: rank 1 came to another plan", "^MismatchError: rank 1 came"),
+    ],
+)
+def test_a_bad_window_raises_on_all_ranks(
+    ranks: RankPools, case: str, first: str, last: str
+) -> None:
+    found = ranks(2).run(_fail, case)
+    assert re.search(first, found[0]), found
+    assert re.search(last, found[1]), found
+
+
+def _sample_lists(rank: int, world_size: int) -> list[list[int]]:
+    lists = [
+        [{"x": torch.full((n + 1,), n), "n": n} for n in shard(slot, rank, world_size, 2)]
+        for slot in range(2)
+    ]
+    with groups() as made:
+        found = exchange_window(
+            lists,
+            dp_rank=rank,
+            dp_size=world_size,
+            n_groups=world_size,
+            cost_of=lambda flat: float(flat["n"] + 1),
+            dp_group_gloo=made.control,
+            dp_group_nccl=made.payload,
+            layout=SAMPLE_LIST,
+        )
+    for batch in found:
+        for sample in batch:
+            assert torch.equal(sample["x"], torch.full((sample["n"] + 1,), sample["n"]))
+    return [[sample["n"] for sample in batch] for batch in found]
+
+
+def test_lists_of_samples_are_exchanged_too(ranks: RankPools) -> None:
+    found = ranks(2).run(_sample_lists)
+    assert [sorted(found[0][slot] + found[1][slot]) for slot in range(2)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
