@@ -164,7 +164,7 @@ class ReorderingBuffer(Generic[BatchT]):
         source = WindowSource(self._reader, window_size, stop)
         self._windows: Windows[BatchT] = driver(self._pipeline, source, stop)
         self._resumed: Progress | None = None
-        self._bookmark: Bookmark | None = None  # until the first `next()`
+        self._bookmark = Bookmark()
         self._ready: deque[BatchT] = deque()
         self._end: BaseException | None = None
         self._trace: TracebackType | None = None
@@ -219,7 +219,7 @@ class ReorderingBuffer(Generic[BatchT]):
         the start of the current window; another loader is read again up to there. Every rank saves
         and loads its own.
         """
-        if self._bookmark is not None:
+        if self._bookmark.begun:
             progress = self._bookmark.progress()
         else:
             progress = self._resumed or Progress(place=self._reader.place())
@@ -236,7 +236,7 @@ class ReorderingBuffer(Generic[BatchT]):
                 the loader cannot return there.
             RuntimeError: If iteration has begun.
         """
-        if self._bookmark is not None:
+        if self._bookmark.begun:
             raise RuntimeError(
                 "load_state_dict came after the first next(); load the state into a new buffer"
             )
@@ -293,9 +293,9 @@ class ReorderingBuffer(Generic[BatchT]):
         return window.batches[skipped:]
 
     def _take(self) -> BalancedWindow[BatchT] | None:
-        if self._bookmark is None:
+        if not self._bookmark.begun:
             self._reader.open()
-            self._bookmark = Bookmark(self._resumed or Progress(place=self._reader.place()))
+            self._bookmark.begin(self._resumed or Progress(place=self._reader.place()))
         try:
             return self._windows.next()
         except (MismatchError, ProtocolError) as error:

@@ -1,10 +1,12 @@
 """Who gets to see a window's statistics, and whether anyone looks at all."""
 
 import logging
+from collections.abc import Sequence
+from dataclasses import asdict
 
-from evenstep.reorder_buffer.stats import OnWindow, WindowStats
+from evenstep.reorder_buffer.stats import OnWindow, SlotLoads, WindowStats
 
-__all__ = ["WindowObserver"]
+__all__ = ["WindowObserver", "log_slots"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ class WindowObserver:
     Args:
         dp_rank: This rank.
         on_window: The user's callback; None if there is none.
-        log: Whether rank 0 logs: every window (True), none (False), or as described (None).
+        log: Whether rank 0 logs every window (True) or none (False); None is as described.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class WindowObserver:
         """Hand the statistics on; what the callback raises passes through."""
         if self._logs(stats.window):
             logger.info("%s", stats)
+            log_slots(stats.slots)
         if self._on_window is not None:
             self._on_window(stats)
 
@@ -47,3 +50,9 @@ class WindowObserver:
         if due is None:
             due = window < _PROBED_FIRST or window % _PROBED_EVERY == 0
         return due and self._dp_rank == 0 and logger.isEnabledFor(logging.INFO)
+
+
+def log_slots(slots: Sequence[SlotLoads]) -> None:
+    """Log what balancing does to the loads of each micro-batch, the spec's probe."""
+    for number, slot in enumerate(slots):
+        logger.info("slot %d: %s", number, asdict(slot))

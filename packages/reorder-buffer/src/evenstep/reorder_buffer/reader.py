@@ -94,6 +94,7 @@ class LoaderReader(Generic[BatchT]):
             generator.set_state(place.generator)
             self._generator = place.generator
         self._resumed = place
+        self._iterator = self._failure = None
         self._batches_read, self._exhausted = place.batches_read, place.exhausted
         self._to_skip = place.batches_read if place.loader is None else 0
 
@@ -102,7 +103,7 @@ class LoaderReader(Generic[BatchT]):
 
         What that raises is raised by the first `next()`, so that peers can be told.
         """
-        if self._iterator is not None or self._exhausted:
+        if self._iterator is not None or self._failure is not None or self._exhausted:
             return  # a loader that has ended would begin another pass
         self._generator = self._generator_state()
         try:
@@ -140,6 +141,8 @@ class LoaderReader(Generic[BatchT]):
         """Return the place behind the last micro-batch that was read."""
         if self._resumed is not None:
             return self._resumed
+        if self._stateful is not None:
+            self.open()  # before, its state may be that of an earlier pass
         state = None if self._stateful is None else copy.deepcopy(self._stateful.state_dict())
         return ReaderPlace(
             batches_read=self._batches_read,

@@ -8,7 +8,7 @@ from evenstep.exchange import Setting
 from evenstep.reorder_buffer.reader import ReaderPlace
 from evenstep.reorder_buffer.source import WindowSpan
 
-__all__ = ["Bookmark", "Progress", "StateDict", "decode_state", "encode_state"]
+__all__ = ["Bookmark", "Progress", "StateDict", "begin_next_pass", "decode_state", "encode_state"]
 
 StateDict: TypeAlias = dict[str, Any]
 """A state as torch's checkpoints take it: plain values and tensors, and the loader's own."""
@@ -80,19 +80,35 @@ def decode_state(
     return Progress(place=place, served=state["served"], ended=state["ended"])
 
 
+def begin_next_pass(state: Mapping[str, Any]) -> StateDict:
+    """Return the state of a pass's end as that of the next pass's beginning; another as it is."""
+    if not state.get("ended"):
+        return dict(state)
+    place = state["place"]
+    # A loader that another rank's end kept from its own cannot return behind it; it begins anew.
+    loader = place["loader"] if place["exhausted"] else None
+    place = {**place, "batches_read": 0, "exhausted": False, "loader": loader}
+    return {**state, "ended": False, "served": 0, "place": place}
+
+
 class Bookmark:
-    """Follows the training loop through one pass, so that it can be told where it is.
+    """Follows the training loop through one pass, so that it can be told where it is."""
 
-    Args:
-        start: Where the pass starts: its beginning, or where an earlier run was.
-    """
-
-    def __init__(self, start: Progress) -> None:
-        self._start = start
+    def __init__(self) -> None:
+        self._start: Progress | None = None
         self._span: WindowSpan | None = None
         self._size = 0
         self._served = 0
-        self._end: ReaderPlace | None = start.place if start.ended else None
+        self._end: ReaderPlace | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the pass has begun."""
+        return self._start is not None
+
+    def begin(self, start: Progress) -> None:
+        """Begin the pass, at its beginning or where an earlier run was."""
+        self._start = start
 
     def enter(self, span: WindowSpan, size: int) -> int:
         """Begin a window of `size` micro-batches; return how many an earlier run has served.
@@ -100,6 +116,7 @@ class Bookmark:
         Raises:
             ValueError: If it served more than there are.
         """
+        assert self._start is not None
         self._served = self._start.served if self._span is None else 0
         if self._served >= size:
             raise ValueError(
@@ -118,7 +135,8 @@ class Bookmark:
         self._end = end
 
     def progress(self) -> Progress:
-        """Return where the training loop is."""
+        """Return where the training loop is; the pass must have begun."""
+        assert self._start is not None
         if self._end is not None:
             return Progress(place=self._end, ended=True)
         if self._span is None:

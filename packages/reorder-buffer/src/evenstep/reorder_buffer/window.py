@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Generic, Literal, NamedTuple, TypeAlias
@@ -25,7 +24,7 @@ from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
 from evenstep.reorder_buffer.measuring import Measured, PhaseClock
-from evenstep.reorder_buffer.observer import WindowObserver
+from evenstep.reorder_buffer.observer import WindowObserver, log_slots
 from evenstep.reorder_buffer.paired import PairedModules
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
 from evenstep.reorder_buffer.reader import ReaderPlace
@@ -369,12 +368,11 @@ def exchange_window(
             raise ValueError("batches is empty; a window needs at least one micro-batch")
         return Collected(batches, False, WindowSpan(0, ReaderPlace(), ReaderPlace()))
 
-    started = time.perf_counter()
     observer = WindowObserver(dp_rank, log=probe)
     prepared = WindowPipeline(balancer, exchange, observer=observer).prepare(collect)
     assert prepared is not None  # only exhausted data ends
     prepared.launch()
     window = prepared.finish()
     if window.measured is not None:
-        observer.notify(window.measured.stats(wait_s=time.perf_counter() - started))
+        log_slots(window.measured.plan.slots)
     return window.batches
