@@ -9,17 +9,20 @@ from evenstep.exchange.errors import (
     PeerLostError,
     ProtocolError,
 )
-from evenstep.exchange.exchange import Arrival, Check, Plan, SampleExchange, Transfer
+from evenstep.exchange.exchange import Check, Plan, SampleExchange
 from evenstep.exchange.groups import ModuleGroups, build_module_dp_process_groups
+from evenstep.exchange.host_memory import HOST_MEMORY, HostMemory
 from evenstep.exchange.moves import Moves, Placement, plan_moves
 from evenstep.exchange.offer import Agreement, Cost, Offer, RankReport
 from evenstep.exchange.payload_group import DEFAULT_CHUNK_BYTES, PayloadGroup
 from evenstep.exchange.prepare import PreparedExchange, prepare_sample_exchange
 from evenstep.exchange.rounds import Setting
+from evenstep.exchange.transfer import Arrival, Transfer
 from evenstep.exchange.waiting import Patience
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
+    "HOST_MEMORY",
     "Agreement",
     "Arrival",
     "Check",
@@ -27,6 +30,7 @@ __all__ = [
     "ExchangeError",
     "ExchangeStoppedError",
     "ExchangeTimeoutError",
+    "HostMemory",
     "MismatchError",
     "ModuleGroups",
     "Moves",

@@ -31,15 +31,25 @@ class PeerLostError(ExchangeError):
 
     def __init__(self, ranks: Sequence[int], *, doing: str, cause: str) -> None:
         self.ranks = tuple(ranks)
-        who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank of the group"
         super().__init__(
-            f"lost the connection to {who} while {doing}; look at that rank's log for the first "
-            f"error, and restart the job from its checkpoint (transport: {cause})"
+            f"lost the connection to {named(ranks)} while {doing}; look for the first error in the "
+            f"logs there, and restart the job from its checkpoint (transport: {cause})"
         )
 
 
 class ExchangeTimeoutError(ExchangeError, TimeoutError):
-    """A rank did not take part within the time that the user allows."""
+    """A rank did not take part within the time that the user allows.
+
+    Attributes:
+        ranks: Ranks, local to the group, that nothing came from; empty if that cannot be told.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, doing: str, limit: str) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(
+            f"{named(ranks)} took no part in {doing} within {limit}; it hangs, or the time is too "
+            "short for the slowest rank's data"
+        )
 
 
 class ExchangeStoppedError(ExchangeError):
@@ -52,3 +62,13 @@ class MismatchError(ExchangeError, ValueError):
 
 class ProtocolError(ExchangeError):
     """A message of a peer is damaged, of another version, or out of turn."""
+
+
+def named(ranks: Sequence[int], one: str = "", several: str = "") -> str:
+    """Return "rank 3", "ranks 3, 5" or, where none is known, "a rank", and the verb."""
+    if not ranks:
+        return f"a rank {one}".rstrip()
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} {one}".rstrip()
+    more = ", ..." if len(ranks) > 8 else ""
+    return f"ranks {', '.join(map(str, ranks[:8]))}{more} {several}".rstrip()

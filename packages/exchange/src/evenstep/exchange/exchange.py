@@ -4,33 +4,23 @@
 `Transfer.launch` (move) -> `Transfer.wait` (views of what arrived).
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from evenstep.balance import Route
-from evenstep.exchange.errors import ExchangeError, ExchangeStoppedError, MismatchError
-from evenstep.exchange.moves import Moves, Placement, plan_moves
+from evenstep.exchange.errors import ExchangeStoppedError, MismatchError
+from evenstep.exchange.moves import Placement, plan_moves
 from evenstep.exchange.offer import Agreement, Offer
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
-from evenstep.exchange.payload import Payload
 from evenstep.exchange.payload_group import DEFAULT_CHUNK_BYTES, PayloadGroup
 from evenstep.exchange.rounds import Kind, Rounds, Setting
 from evenstep.exchange.schemas import check_same_schema
+from evenstep.exchange.transfer import Transfer
 from evenstep.exchange.waiting import Patience
-from evenstep.serialize import (
-    VALUES_KEY,
-    FlatSample,
-    SampleLayout,
-    TensorSample,
-    fold_values,
-    sample_layout,
-    unfold_values,
-    unpack_sample,
-)
+from evenstep.serialize import SampleLayout, TensorSample, fold_values, sample_layout
 
 T = TypeVar("T")
 
@@ -42,21 +32,6 @@ Check: TypeAlias = Callable[[Sequence[tuple[int, Placement]], Sequence[SampleLay
 
 It gets the holder and placement of each, those that stay and those that come, and their layouts.
 """
-
-
-class Arrival(NamedTuple):
-    """A sample that belongs on this rank.
-
-    Attributes:
-        dst_slot: The micro-batch of the window.
-        canonical_pos: Its place in the micro-batch over all ranks.
-        sample: The sample. If it came from another rank, its tensors are views of the receive
-            buffer; they are valid until `Transfer.release`.
-    """
-
-    dst_slot: int
-    canonical_pos: int
-    sample: FlatSample
 
 
 class SampleExchange:
@@ -78,6 +53,8 @@ class SampleExchange:
         patience: How long to wait for peers.
         chunk_bytes: Most bytes that a rank sends or receives in one collective.
         stream: CUDA stream for packing and moving; None for the current one.
+        device: Where arrived samples shall be in a window to which this rank brings none; else
+            they are where its own are. None: where `payload_group` needs the bytes.
     """
 
     def __init__(
@@ -92,14 +69,15 @@ class SampleExchange:
         patience: Patience | None = None,
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
         stream: torch.cuda.Stream | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.patience = patience or Patience()
         self.payload = PayloadGroup(payload_group, chunk_bytes=chunk_bytes, stream=stream)
+        self._device = device or self.payload.device
         self._rounds = Rounds(
             control_group,
-            rank=rank,
             world_size=world_size,
             settings=settings or {},
             patience=self.patience,
@@ -150,10 +128,11 @@ class SampleExchange:
 
         (offer, samples, layouts), messages = self._rounds.gather(Kind.OFFER, report)
         self._announcer.mark_announced()
-        decoded = [
-            table.decode(message, rank)
-            for rank, (table, message) in enumerate(zip(self._tables, messages, strict=True))
-        ]
+        with self._rounds.breaking():  # a table that is half extended is of no more use
+            decoded = [
+                table.decode(message, rank)
+                for rank, (table, message) in enumerate(zip(self._tables, messages, strict=True))
+            ]
         if self._same_schema:
             check_same_schema([schemas for _, schemas in decoded])
         return Agreement(
@@ -163,9 +142,7 @@ class SampleExchange:
             layouts=layouts,
         )
 
-    def prepare(
-        self, agreement: Agreement, plan: Plan, *, check: Check | None = None
-    ) -> "Transfer":
+    def prepare(self, agreement: Agreement, plan: Plan, *, check: Check | None = None) -> Transfer:
         """Plan, pack, and commit to the plan together with all ranks.
 
         Args:
@@ -188,9 +165,16 @@ class SampleExchange:
                 rank=self.rank,
                 world_size=self.world_size,
             )
-            transfer = Transfer(self, agreement, moves)
+            transfer = Transfer(
+                agreement,
+                moves,
+                self.payload,
+                self.patience,
+                rank=self.rank,
+                device=self._device,
+            )
             if check is not None:
-                check(*transfer.arriving(agreement))
+                check(*transfer.arriving())
             return transfer, moves.digest
 
         transfer, digests = self._rounds.gather(Kind.COMMIT, commit)
@@ -211,83 +195,3 @@ class SampleExchange:
             cause: What they are told; by default, that this rank has left.
         """
         self._rounds.fail(cause or ExchangeStoppedError("this rank has left the exchange"))
-
-
-class Transfer:
-    """Samples that are packed and agreed upon; made by `SampleExchange.prepare`.
-
-    Attributes:
-        moves: What this rank keeps, sends and receives.
-    """
-
-    def __init__(self, exchange: SampleExchange, agreement: Agreement, moves: Moves) -> None:
-        self.moves = moves
-        self._kept = [(place, agreement.offer.samples[place.local_idx]) for place in moves.kept]
-        self._rank = exchange.rank
-        self._incoming = [
-            (peer, place, agreement.reports[peer].layout(place.local_idx))
-            for peer, places in enumerate(moves.receives)
-            for place in places
-        ]
-        outgoing = [place.local_idx for places in moves.sends for place in places]
-        self._payload = Payload(
-            exchange.payload,
-            [agreement.samples[local] for local in outgoing],
-            [agreement.layouts[local] for local in outgoing],
-            moves,
-            device=_device_of(agreement.samples, default=exchange.payload.device),
-        )
-        self._patience = exchange.patience
-
-    def arriving(
-        self, agreement: Agreement
-    ) -> tuple[list[tuple[int, Placement]], list[SampleLayout]]:
-        """Return holder, placement and layout of all samples that will be on this rank."""
-        rank, moves = self._rank, self.moves
-        kept = [((rank, place), agreement.layouts[place.local_idx]) for place in moves.kept]
-        incoming = [((peer, place), layout) for peer, place, layout in self._incoming]
-        return [what for what, _ in kept + incoming], [layout for _, layout in kept + incoming]
-
-    def launch(self) -> None:
-        """Start moving the samples; every rank's launches follow the same order."""
-        self._payload.launch()
-
-    def wait(self) -> list[Arrival]:
-        """Wait for the samples and return all that belong here, by slot and canonical position.
-
-        On CUDA this makes the current stream wait, not the calling thread.
-
-        Raises:
-            ExchangeError: If peers are lost or late.
-        """
-        received = self._payload.wait(self._patience)
-        arrivals = [Arrival(*place[:2], sample) for place, sample in self._kept]
-        offset = 0
-        for _, place, layout in self._incoming:
-            sample = unpack_sample(received, layout, offset)
-            arrivals.append(Arrival(*place[:2], _with_values(sample)))
-            offset += layout.nbytes
-        return sorted(arrivals, key=lambda arrival: arrival[:2])
-
-    def settle(self) -> None:
-        """Wait until the peers have this rank's samples, or cannot get them any more."""
-        with contextlib.suppress(ExchangeError):
-            self._payload.settle(self._patience)
-
-    def release(self) -> None:
-        """Give the receive buffer back for later windows; no arrived tensor may be used after."""
-        self._payload.release()
-
-
-def _with_values(sample: TensorSample) -> FlatSample:
-    """Unfold the plain values, from bytes of their own: they outlive the receive buffer."""
-    values = sample.get(VALUES_KEY)
-    if values is not None:
-        sample[VALUES_KEY] = values.clone()
-    return unfold_values(sample)
-
-
-def _device_of(samples: Sequence[TensorSample], *, default: torch.device) -> torch.device:
-    """Return where the samples' tensors are; `pack_samples` checks that it is one place."""
-    tensors = (value for sample in samples for value in sample.values() if value is not None)
-    return next((tensor.device for tensor in tensors), default)

@@ -2,10 +2,13 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
 
 from evenstep.balance import Route
 
@@ -53,8 +56,8 @@ class Moves:
 def plan_moves(
     deliveries: Iterable[tuple[int, Route]],
     *,
-    holders: Sequence[tuple[int, int]],
-    nbytes: Sequence[int],
+    holders: Tensor,
+    nbytes: Tensor,
     rank: int,
     world_size: int,
 ) -> Moves:
@@ -65,8 +68,8 @@ def plan_moves(
     Args:
         deliveries: Global index and route of each sample. A sample may go to several ranks, but
             only once to each.
-        holders: `(rank, local index)` of each sample, by global index.
-        nbytes: Serialized bytes of each sample, by global index.
+        holders: int64 [samples, 2], rank and local index of each sample, by global index.
+        nbytes: int64 [samples], serialized bytes of each sample, by global index.
         rank: This rank in the group.
         world_size: Number of ranks in the group.
 
@@ -74,74 +77,104 @@ def plan_moves(
         RuntimeError: If the plan is broken: a sample is left out, delivered twice to a rank, or
             routed to a rank that does not exist.
     """
-    deliveries = tuple(deliveries)
-    _check(deliveries, len(holders), world_size)
-    kept: list[Placement] = []
-    sends: list[list[Placement]] = [[] for _ in range(world_size)]
-    receives: list[list[Placement]] = [[] for _ in range(world_size)]
-    splits: dict[int, int] = {}
-    for index, (slot, owner, position) in deliveries:
-        holder, local = holders[index]
-        if holder != owner:
-            pair = holder * world_size + owner
-            splits[pair] = splits.get(pair, 0) + nbytes[index]
-            if holder == rank:
-                sends[owner].append(Placement(slot, position, local))
-            elif owner == rank:
-                receives[holder].append(Placement(slot, position, local))
-        elif holder == rank:
-            kept.append(Placement(slot, position, local))
-    peers = range(world_size)
+    # The columns of all samples of the window are tensors; only this rank's become tuples.
+    table = array("q", chain.from_iterable((index, *route) for index, route in deliveries))
+    index, slot, owner, position = _as_tensor(table).view(-1, 4).unbind(1)
+    _check(index, owner, len(holders), world_size)
+    holder, local = holders[index].unbind(1)
+    rows = torch.stack([slot, position, local], dim=1)
+
+    def chosen(mask: Tensor, peer: Tensor) -> tuple[tuple[Placement, ...], ...]:
+        """Return the placements under `mask` by peer, each peer's in packing order."""
+        by_peer: list[list[Placement]] = [[] for _ in range(world_size)]
+        for to, row in zip(peer[mask].tolist(), rows[mask].tolist(), strict=True):
+            by_peer[to].append(Placement(*row))
+        return tuple(tuple(sorted(places)) for places in by_peer)
+
+    here, wanted, moves = holder == rank, owner == rank, holder != owner
+    pairs = _Pairs.of((holder * world_size + owner)[moves], nbytes[index][moves], world_size)
     return Moves(
-        kept=tuple(sorted(kept)),
-        sends=tuple(tuple(sorted(samples)) for samples in sends),
-        receives=tuple(tuple(sorted(samples)) for samples in receives),
-        send_splits=tuple(splits.get(rank * world_size + peer, 0) for peer in peers),
-        recv_splits=tuple(splits.get(peer * world_size + rank, 0) for peer in peers),
-        shift_peaks=_shift_peaks(splits, world_size),
-        peak_total=_peak_total(splits, world_size),
-        digest=_digest(deliveries, splits),
+        kept=chosen(here & wanted, owner)[rank],
+        sends=chosen(here & moves, owner),
+        receives=chosen(wanted & moves, holder),
+        send_splits=pairs.splits_between(pairs.sender, rank, pairs.receiver),
+        recv_splits=pairs.splits_between(pairs.receiver, rank, pairs.sender),
+        shift_peaks=pairs.shift_peaks(),
+        peak_total=pairs.peak_total(),
+        digest=_digest(table, pairs),
     )
 
 
-def _check(deliveries: tuple[tuple[int, Route], ...], num_samples: int, world_size: int) -> None:
-    seen = {index * world_size + route[1] for index, route in deliveries}
-    if len(seen) != len(deliveries):
+class _Pairs(NamedTuple):
+    """The pairs of different ranks between which bytes move, ascending: int64 tensors."""
+
+    sender: Tensor
+    receiver: Tensor
+    nbytes: Tensor
+    world_size: int
+
+    @classmethod
+    def of(cls, pair: Tensor, nbytes: Tensor, world_size: int) -> Self:
+        """Add up samples by pair, which is sender * world_size + receiver."""
+        distinct, where = torch.unique(pair, return_inverse=True)
+        total = torch.zeros_like(distinct).index_add_(0, where, nbytes)
+        return cls(distinct // world_size, distinct % world_size, total, world_size)
+
+    def splits_between(self, ours: Tensor, rank: int, theirs: Tensor) -> tuple[int, ...]:
+        """Return the bytes by peer where this rank is on the one side of the pair."""
+        mask = ours == rank
+        return tuple(self._zeros().index_put_((theirs[mask],), self.nbytes[mask]).tolist())
+
+    def shift_peaks(self) -> tuple[int, ...]:
+        """Return the most bytes of a pair at each distance."""
+        shift = (self.receiver - self.sender) % self.world_size
+        return tuple(self._zeros().scatter_reduce_(0, shift, self.nbytes, "amax").tolist())
+
+    def peak_total(self) -> int:
+        """Return the most bytes of a rank in one direction."""
+        sent, received = (
+            self._zeros().index_add_(0, side, self.nbytes) for side in (self.sender, self.receiver)
+        )
+        return int(torch.maximum(sent, received).max())
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(self.world_size, dtype=torch.int64)
+
+
+def _as_tensor(values: "array[int]") -> Tensor:
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0).long()
+
+
+def _check(index: Tensor, owner: Tensor, num_samples: int, world_size: int) -> None:
+    if len(index) == 0 and num_samples == 0:
+        return
+    first, last = _range(owner)
+    if not 0 <= first <= last < world_size:
+        raise RuntimeError(
+            f"the plan names owner ranks {first} to {last} in a group of {world_size}"
+        )
+    first, last = _range(index)
+    if not 0 <= first <= last < num_samples:
+        raise RuntimeError(f"the plan names samples {first} to {last}; there are {num_samples}")
+    times = torch.bincount(index, minlength=num_samples)
+    if not times.all():
+        raise RuntimeError(
+            f"the plan covers {int(times.count_nonzero())} samples of {num_samples}; look at "
+            f"global index {int(times.argmin())}"
+        )
+    if len(index) > num_samples and len(torch.unique(index * world_size + owner)) < len(index):
         raise RuntimeError("the plan delivers a sample twice to one rank")
-    owners = {route[1] for _, route in deliveries}
-    if owners and not 0 <= min(owners) <= max(owners) < world_size:
-        raise RuntimeError(
-            f"the plan names owner ranks {min(owners)} to {max(owners)} in a group of {world_size}"
-        )
-    planned = {index for index, _ in deliveries}
-    if planned != {*range(num_samples)}:
-        odd = min(planned ^ {*range(num_samples)})
-        raise RuntimeError(
-            f"the plan covers {len(planned)} samples of {num_samples}; look at global index {odd}"
-        )
 
 
-def _shift_peaks(splits: dict[int, int], world_size: int) -> tuple[int, ...]:
-    peaks = [0] * world_size
-    for pair, nbytes in splits.items():
-        sender, receiver = divmod(pair, world_size)
-        shift = (receiver - sender) % world_size
-        peaks[shift] = max(peaks[shift], nbytes)
-    return tuple(peaks)
+def _range(values: Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest value; an impossible pair if there is none."""
+    if len(values) == 0:
+        return 0, -1
+    return int(values.min()), int(values.max())
 
 
-def _peak_total(splits: dict[int, int], world_size: int) -> int:
-    sent, received = [0] * world_size, [0] * world_size
-    for pair, nbytes in splits.items():
-        sender, receiver = divmod(pair, world_size)
-        sent[sender] += nbytes
-        received[receiver] += nbytes
-    return max(*sent, *received)
-
-
-def _digest(deliveries: tuple[tuple[int, Route], ...], splits: dict[int, int]) -> bytes:
-    digest = hashlib.blake2b(digest_size=8)
-    digest.update(array("q", [index for index, _ in deliveries]).tobytes())
-    digest.update(array("q", chain.from_iterable(route for _, route in deliveries)).tobytes())
-    digest.update(array("q", chain.from_iterable(sorted(splits.items()))).tobytes())
+def _digest(table: "array[int]", pairs: _Pairs) -> bytes:
+    digest = hashlib.blake2b(table, digest_size=8)
+    for column in (pairs.sender, pairs.receiver, pairs.nbytes):
+        digest.update(array("q", column.tolist()))
     return digest.digest()

@@ -2,12 +2,19 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeAlias
 
+import torch
+from torch import Tensor
+
 from evenstep.serialize import FlatSample, SampleLayout, TensorSample
+
+MAX_COSTS = 255
+"""Costs per sample; the number travels in one byte."""
 
 Cost: TypeAlias = float | Sequence[float]
 """The estimated work of a sample, or of each of its phases."""
@@ -46,8 +53,10 @@ class Offer:
         """Return the number of costs per sample and all costs, sample by sample, as float64."""
         rows = [_cost_row(index, cost) for index, cost in enumerate(self.costs)]
         widths = {len(row) for row in rows} or {1}
-        if len(widths) > 1:
-            raise ValueError(f"samples have {sorted(widths)} costs; give each the same number")
+        if len(widths) > 1 or not 1 <= max(widths) <= MAX_COSTS:
+            raise ValueError(
+                f"samples have {sorted(widths)} costs; give each the same number, 1 to {MAX_COSTS}"
+            )
         return widths.pop(), array("d", [cost for row in rows for cost in row])
 
 
@@ -93,7 +102,7 @@ class Agreement:
     @property
     def num_slots(self) -> int:
         """The largest number of slots that a rank offers."""
-        return max(len(report.slot_counts) for report in self.reports)
+        return max([len(report.slot_counts) for report in self.reports])
 
     def first_slots(self, num_slots: int) -> "Agreement":
         """Return this agreement without the samples of later slots, on every rank alike."""
@@ -103,40 +112,59 @@ class Agreement:
         return replace(self, reports=tuple(reports))
 
     @cached_property
-    def holders(self) -> list[tuple[int, int]]:
-        """`(rank, local index)` of each sample, by global index."""
-        return [holder for slot in range(self.num_slots) for holder in self._holders_of(slot)]
+    def holders(self) -> Tensor:
+        """Rank and local index of each sample, by global index; int64 [samples, 2]."""
+        spans = torch.tensor([span for slot in self._spans for span in slot]).view(-1, 3).long()
+        rank, start, end = spans.unbind(1)
+        length = end - start
+        first = length.cumsum(0) - length  # the global index of each span's first sample
+        local = torch.arange(int(length.sum())) + (start - first).repeat_interleave(length)
+        return torch.stack([rank.repeat_interleave(length), local], dim=1)
 
     @cached_property
-    def nbytes(self) -> list[int]:
-        """Serialized bytes of each sample, by global index."""
-        sizes = [report.nbytes for report in self.reports]
-        return [sizes[rank][local] for rank, local in self.holders]
+    def nbytes(self) -> Tensor:
+        """Serialized bytes of each sample, by global index; int64 [samples]."""
+        nbytes = array("q")
+        for slot in self._spans:
+            for rank, start, end in slot:
+                nbytes += self.reports[rank].nbytes[start:end]
+        return torch.tensor(nbytes, dtype=torch.int64)
 
     def costs_of_slot(self, slot: int) -> list[float]:
         """Return the costs of one slot by slot-local position; the first of several per sample."""
-        return [row[0] for row in self.cost_rows_of_slot(slot)]
+        costs: list[float] = []
+        for rank, start, end in self._spans[slot]:
+            width, of_rank = self.reports[rank].num_costs, self.reports[rank].costs
+            costs += of_rank[start * width : end * width : width]
+        return costs
 
     def cost_rows_of_slot(self, slot: int) -> list[tuple[float, ...]]:
         """Return all costs of each sample of one slot, by slot-local position."""
-        return [
-            tuple(self.reports[rank].costs[local * width : (local + 1) * width])
-            for rank, local in self._holders_of(slot)
-            for width in (self.reports[rank].num_costs,)
-        ]
+        rows: list[tuple[float, ...]] = []
+        for rank, start, end in self._spans[slot]:
+            width, of_rank = self.reports[rank].num_costs, self.reports[rank].costs
+            costs = iter(of_rank[start * width : end * width])
+            rows += zip(*[costs] * width, strict=True)
+        return rows
 
-    def _holders_of(self, slot: int) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def _spans(self) -> list[list[tuple[int, int, int]]]:
+        """By slot: the ranks with samples in it, and the first and the last local index, plus 1."""
+        spans: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_slots)]
         for rank, report in enumerate(self.reports):
-            if slot < len(report.slot_counts):
-                start = sum(report.slot_counts[:slot])
-                for local in range(start, start + report.slot_counts[slot]):
-                    yield rank, local
+            bounds = pairwise(accumulate(report.slot_counts, initial=0))
+            for of_slot, (start, end) in zip(spans, bounds, strict=False):
+                if end > start:
+                    of_slot.append((rank, start, end))
+        return spans
 
 
 def _cost_row(index: int, cost: Cost) -> tuple[float, ...]:
     try:
-        row = tuple(cost) if isinstance(cost, Sequence) else (float(cost),)
-    except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(cost, str | bytes):
+            raise TypeError("text is no cost")
+        row = tuple(map(float, cost)) if isinstance(cost, Sequence) else (float(cost),)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ValueError(f"the cost of sample {index} is no number: {cost!r} ({error})") from error
     for value in row:
         if not (math.isfinite(value) and value >= 0):

@@ -20,11 +20,13 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import TypeVar
 
 from evenstep.exchange.errors import ProtocolError
 from evenstep.exchange.offer import Offer, RankReport
+from evenstep.exchange.schemas import KnownSchema, known_schema
 from evenstep.serialize import DecodeError, SampleLayout, SampleSchema
 
 Values = TypeVar("Values", "array[int]", "array[float]")
@@ -67,7 +69,7 @@ class SchemaAnnouncer:
                 _little(costs),
                 _little(array("q", [layout.nbytes for layout in layouts])),
                 _little(schemas),
-                _little(array("H", map(len, shapes))),
+                _little(_lengths(shapes)),
                 *(_LENGTH.pack(len(schema)) + schema for schema in new),
                 *shapes,
             ]
@@ -78,25 +80,29 @@ class SchemaAnnouncer:
         self._announced = len(self._numbers)
 
     def _number_schemas(self, layouts: Sequence[SampleLayout]) -> "array[int]":
-        numbers = self._numbers
-        for layout in layouts:
-            if layout.schema not in numbers:
-                if len(numbers) == _MAX_SCHEMAS:
-                    raise ValueError(
-                        f"samples have more than {_MAX_SCHEMAS} different sets of keys and types; "
-                        "use the same keys in every sample"
-                    )
-                numbers[layout.schema] = len(numbers)
-        return array("H", [numbers[layout.schema] for layout in layouts])
+        # Hashing a schema takes a while, and most layouts share theirs.
+        schemas = {id(layout.schema): layout.schema for layout in layouts}
+        numbers = {key: self._number(schema) for key, schema in schemas.items()}
+        return array("H", [numbers[id(layout.schema)] for layout in layouts])
+
+    def _number(self, schema: SampleSchema) -> int:
+        number = self._numbers.setdefault(schema, len(self._numbers))
+        if number == _MAX_SCHEMAS:
+            del self._numbers[schema]
+            raise ValueError(
+                f"samples have more than {_MAX_SCHEMAS} different sets of keys and types; use the "
+                "same keys in every sample"
+            )
+        return number
 
 
 class SchemaTable:
     """The schemas that one peer has announced."""
 
     def __init__(self) -> None:
-        self.schemas: list[SampleSchema] = []
+        self._known: list[KnownSchema] = []
 
-    def decode(self, message: memoryview, rank: int) -> tuple[RankReport, set[SampleSchema]]:
+    def decode(self, message: memoryview, rank: int) -> tuple[RankReport, list[SampleSchema]]:
         """Return the report in `rank`'s message and the schemas that its samples have.
 
         Raises:
@@ -109,21 +115,24 @@ class SchemaTable:
         nbytes = reader.integers("q", num_samples)
         numbers = reader.integers("H", num_samples)
         lengths = reader.integers("H", num_samples)
-        if known != len(self.schemas) or sum(slot_counts) != num_samples:
+        if known != len(self._known) or sum(slot_counts) != num_samples:
             raise ProtocolError(
                 f"rank {rank} counts {known} schemas and {sum(slot_counts)} samples where this "
-                f"rank has {len(self.schemas)} and {num_samples}"
+                f"rank has {len(self._known)} and {num_samples}"
             )
+        if num_costs == 0 or (nbytes and min(nbytes) < 0):
+            raise ProtocolError(f"rank {rank} offers samples without a cost or of negative size")
         for _ in range(num_new):
             (length,) = reader.unpack(_LENGTH)
-            self.schemas.append(_decoded(bytes(reader.take(length)), rank))
-        if numbers and max(numbers) >= len(self.schemas):
+            self._known.append(_decoded(bytes(reader.take(length)), rank))
+        used = {*numbers}
+        if used and max(used) >= len(self._known):
             raise ProtocolError(f"rank {rank} uses a schema that it never announced")
-        shapes = _Shapes(rank, self.schemas, nbytes, numbers, lengths, reader.rest())
+        shapes = _Shapes(rank, self._known, nbytes, numbers, lengths, reader.rest())
         report = RankReport(
             tuple(slot_counts), num_costs, costs, nbytes, bool(exhausted), shapes.layout
         )
-        return report, {self.schemas[number] for number in {*numbers}}
+        return report, [self._known[number].schema for number in sorted(used)]
 
 
 class _Shapes:
@@ -132,24 +141,28 @@ class _Shapes:
     def __init__(
         self,
         rank: int,
-        schemas: list[SampleSchema],
+        known: list[KnownSchema],
         nbytes: "array[int]",
         numbers: "array[int]",
         lengths: "array[int]",
         data: memoryview,
     ) -> None:
-        self._rank, self._schemas = rank, schemas
+        self._rank, self._known = rank, known
         self._nbytes, self._numbers, self._data = nbytes, numbers, data
-        self._starts = [0, *accumulate(lengths)]
-        if self._starts[-1] != len(data):
+        self._lengths = lengths
+        if sum(lengths) != len(data):
             raise ProtocolError(
-                f"the shapes of rank {rank} take {len(data)} bytes, not {self._starts[-1]}"
+                f"the shapes of rank {rank} take {len(data)} bytes, not {sum(lengths)}"
             )
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self._lengths)]
 
     def layout(self, local: int) -> SampleLayout:
         data = self._data[self._starts[local] : self._starts[local + 1]]
         try:
-            layout = self._schemas[self._numbers[local]].decode_dims(bytes(data))
+            layout = self._known[self._numbers[local]].layout(bytes(data))
         except DecodeError as error:
             raise ProtocolError(f"shapes of sample {local} of rank {self._rank}: {error}") from None
         if layout.nbytes != self._nbytes[local]:
@@ -199,8 +212,19 @@ def _little(values: "array[int] | array[float]") -> bytes:
     return values.tobytes()
 
 
-def _decoded(data: bytes, rank: int) -> SampleSchema:
+def _lengths(shapes: Sequence[bytes]) -> "array[int]":
     try:
-        return SampleSchema.decode(data)
+        return array("H", map(len, shapes))
+    except OverflowError:
+        index = max(range(len(shapes)), key=lambda index: len(shapes[index]))
+        raise ValueError(
+            f"the shapes of sample {index} take {len(shapes[index])} bytes and at most 65535 fit; "
+            "join tensors of the sample that belong together"
+        ) from None
+
+
+def _decoded(data: bytes, rank: int) -> KnownSchema:
+    try:
+        return known_schema(data)
     except DecodeError as error:
         raise ProtocolError(f"a schema of rank {rank} is damaged: {error}") from None

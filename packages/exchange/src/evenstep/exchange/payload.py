@@ -1,12 +1,11 @@
 """One window's bytes of this rank: packed once, moved once."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
-from evenstep.exchange.buffers import CPU
+from evenstep.exchange.host_memory import CPU, HOST_MEMORY
 from evenstep.exchange.moves import Moves
 from evenstep.exchange.payload_group import PayloadGroup
 from evenstep.exchange.waiting import Patience
@@ -16,7 +15,8 @@ from evenstep.serialize import SampleLayout, TensorSample, pack_samples
 class Payload:
     """The samples that leave this rank, as bytes, and room for those that come.
 
-    If samples and group live on different devices, the whole buffer is copied over at once.
+    If samples and group live on different devices, the whole buffer is copied over at once,
+    through page-locked memory.
 
     Args:
         group: What carries the bytes.
@@ -36,12 +36,13 @@ class Payload:
         device: torch.device,
     ) -> None:
         self._group, self._moves, self._device = group, moves, device
+        self._pinned = device != group.device
         self._samples = samples  # a side stream may still read them when the caller drops them
         self._works: list[dist.Work] = []
+        group.check_usable()
         with group.scope():
-            out = self._empty(sum(moves.send_splits), CPU) if device == CPU else None
-            packed = pack_samples(samples, layouts=layouts, out=out)
-            self._sent = self._on(packed, group.device)
+            out = self._empty(sum(moves.send_splits), device)
+            self._sent = self._on(pack_samples(samples, layouts=layouts, out=out), group.device)
             self._received = self._empty(sum(moves.recv_splits), group.device)
 
     def launch(self) -> None:
@@ -52,42 +53,32 @@ class Payload:
     def wait(self, patience: Patience) -> torch.Tensor:
         """Return the received bytes, uint8 [sum of recv_splits], on the samples' device.
 
-        On CUDA, the current stream waits for them, not the calling thread.
+        On CUDA, the current stream waits for them, not the calling thread. Call it once.
         """
         self._group.finish(self._works, patience)
+        with self._group.on_stream():  # a copy waits for the samples, not for what is computed
+            received = self._on(self._received, self._device)
+        if received.is_cuda:
+            # It may come from the other stream's memory, and the current one is about to use it.
+            received.record_stream(torch.cuda.current_stream())
         self._samples = ()
-        self._sent = self._dropped(self._sent)
-        # A copy to the host shall wait for the samples alone, not for what is being computed.
-        to_host = self._group.on_stream() if self._device == CPU else nullcontext()
-        with to_host:
-            self._received = self._on(self._received, self._device)
-        if self._received.is_cuda:
-            self._received.record_stream(torch.cuda.current_stream())
-        return self._received
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
+        return received
 
     def settle(self, patience: Patience) -> None:
         """Wait for the collective, without a look at what it brings."""
         self._group.finish(self._works, patience)
 
-    def release(self) -> None:
-        """Give the received bytes' buffer back for later windows."""
-        self._received = self._dropped(self._received)
-
     def _empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        if device == CPU:
-            return self._group.buffers.take(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if device == CPU and not self._pinned:
+            return HOST_MEMORY.empty([nbytes], torch.uint8)
+        # Where it is page-locked or on the device, torch's allocator keeps it for reuse, and knows
+        # which copies and streams still use it.
+        pin = self._pinned and device == CPU
+        return torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin)
 
     def _on(self, buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return the bytes of `buffer` on `device`; the copy blocks, so `buffer` is free then."""
+        """Return the bytes of `buffer` on `device`; the thread waits for a copy."""
         if buffer.device == device:
             return buffer
-        copy = self._empty(buffer.numel(), device).copy_(buffer)
-        self._dropped(buffer)
-        return copy
-
-    def _dropped(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Give `buffer` back if it came from the pool, and return nothing in its place."""
-        if buffer.is_cpu and buffer._is_view():  # noqa: SLF001 - the pool hands out views only
-            self._group.buffers.give_back(buffer)
-        return torch.empty(0, dtype=torch.uint8)
+        return self._empty(buffer.numel(), device).copy_(buffer)

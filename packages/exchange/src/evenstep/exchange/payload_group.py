@@ -1,6 +1,6 @@
 """The collective that moves a window's bytes, in one piece or in bounded chunks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import TypeAlias
@@ -8,7 +8,8 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from evenstep.exchange.buffers import CPU, BufferPool
+from evenstep.exchange.errors import ExchangeError
+from evenstep.exchange.host_memory import CPU
 from evenstep.exchange.moves import Moves
 from evenstep.exchange.waiting import Patience, start_all_to_all
 
@@ -17,12 +18,12 @@ DEFAULT_CHUNK_BYTES = (1 << 31) - (1 << 20)  # under 2 GiB, where 32-bit counts 
 
 _DOING = "moving samples"
 
-_Piece: TypeAlias = tuple[slice, Sequence[int], slice, Sequence[int]]
+Piece: TypeAlias = tuple[slice, Sequence[int], slice, Sequence[int]]
 """Bytes received and their splits by source, bytes sent and their splits by destination."""
 
 
 class PayloadGroup:
-    """The group that carries samples, and the buffers of finished transfers for later ones.
+    """The group that carries samples, and the stream on which they are packed and moved.
 
     Args:
         group: Gloo or NCCL group; None if there is one rank only.
@@ -45,10 +46,15 @@ class PayloadGroup:
             raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be at least {WORD_BYTES}")
         on_gpu = group is not None and dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
-        self.buffers = BufferPool(pinned=torch.cuda.is_available())
         self._group = group
+        self._broken: BaseException | None = None
         self._chunk_bytes = chunk_bytes - chunk_bytes % WORD_BYTES
         self.stream = stream
+
+    def check_usable(self) -> None:
+        """Raise what ended an earlier wait: its collective still stands, and later ones fail."""
+        if self._broken is not None:
+            raise ExchangeError("an earlier transfer did not complete") from self._broken
 
     def scope(self) -> AbstractContextManager[object]:
         """Enter the stream for packing and moving, behind the work of the current one."""
@@ -75,8 +81,11 @@ class PayloadGroup:
         """
         if self._group is None or moves.peak_total == 0:
             return []
-        whole = (slice(None), moves.recv_splits, slice(None), moves.send_splits)
-        pieces = [whole] if moves.peak_total <= self._chunk_bytes else self._chunks(moves)
+        pieces: Iterable[Piece]
+        if moves.peak_total <= self._chunk_bytes:
+            pieces = [(slice(None), moves.recv_splits, slice(None), moves.send_splits)]
+        else:
+            pieces = chunks(moves, dist.get_rank(self._group), self._chunk_bytes)
         return [
             start_all_to_all(
                 received[into].view(torch.int64),
@@ -95,32 +104,45 @@ class PayloadGroup:
         On CUDA, make the current stream wait; and the stream for packing too, so that it may use
         the memory of the buffers again.
         """
-        for work in works:
-            if self.device == CPU:
-                assert self._group is not None
-                patience.wait(work, self._group, doing=_DOING)
-            else:
-                work.wait()
-                with self.on_stream():
-                    work.wait()
+        try:
+            for work in works:
+                self._wait(work, patience)
+        except BaseException as error:
+            self._broken = error
+            raise
 
-    def _chunks(self, moves: Moves) -> Iterator[_Piece]:
-        """Yield collectives in which each rank sends to one rank and receives from one.
+    def _wait(self, work: dist.Work, patience: Patience) -> None:
+        if self.device == CPU:
+            assert self._group is not None
+            patience.wait(work, self._group, doing=_DOING)
+            return
+        work.wait()
+        with self.on_stream():
+            work.wait()
 
-        In those for distance d, every rank r sends to r + d alone, so that each side is one slice
-        of its buffer and nothing is copied to regroup bytes. All ranks run equally many of them,
-        as the plan's largest split at that distance demands.
-        """
-        rank, world_size = dist.get_rank(self._group), len(moves.send_splits)
-        recv_starts = [0, *accumulate(moves.recv_splits)]
-        send_starts = [0, *accumulate(moves.send_splits)]
-        for shift, peak in enumerate(moves.shift_peaks):
-            to, source = (rank + shift) % world_size, (rank - shift) % world_size
-            for start in range(0, peak, self._chunk_bytes):
-                yield (
-                    *_slice(recv_starts, source, start, self._chunk_bytes),
-                    *_slice(send_starts, to, start, self._chunk_bytes),
-                )
+
+def chunks(moves: Moves, rank: int, chunk_bytes: int) -> Iterator[Piece]:
+    """Yield collectives in which `rank` sends to one rank and receives from one.
+
+    In those for distance d, every rank r sends to r + d alone, so that each side is one slice of
+    its buffer and nothing is copied to regroup bytes. All ranks run equally many of them, as the
+    plan's largest split at that distance demands.
+
+    Args:
+        moves: Those of `rank`.
+        rank: This rank in the group.
+        chunk_bytes: Most bytes in one direction of one collective, a multiple of 8.
+    """
+    world_size = len(moves.send_splits)
+    recv_starts = [0, *accumulate(moves.recv_splits)]
+    send_starts = [0, *accumulate(moves.send_splits)]
+    for shift, peak in enumerate(moves.shift_peaks):
+        to, source = (rank + shift) % world_size, (rank - shift) % world_size
+        for start in range(0, peak, chunk_bytes):
+            yield (
+                *_slice(recv_starts, source, start, chunk_bytes),
+                *_slice(send_starts, to, start, chunk_bytes),
+            )
 
 
 def _slice(starts: list[int], peer: int, start: int, limit: int) -> tuple[slice, list[int]]:

@@ -92,7 +92,11 @@ def prepare_sample_exchange(
         for meta in (all_tensor_meta[rank][local] for rank, local in holders)
     ]
     moves = plan_moves(
-        enumerate(routes), holders=holders, nbytes=nbytes, rank=dp_rank, world_size=dp_size
+        enumerate(routes),
+        holders=torch.tensor(holders, dtype=torch.int64).view(-1, 2),
+        nbytes=torch.tensor(nbytes, dtype=torch.int64),
+        rank=dp_rank,
+        world_size=dp_size,
     )
     outgoing = [_tensors(local_flats[place.local_idx]) for to in moves.sends for place in to]
     return PreparedExchange(

@@ -3,8 +3,9 @@
 import contextlib
 import enum
 import hashlib
+import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ _HEADER = struct.Struct("<4sHBBQ8s")  # magic, version, kind, status, round, set
 _MAGIC = b"EVEN"
 _VERSION = 1
 _MAX_REASON_CHARS = 4000  # the text of an exception that peers get to see
+_CAPACITY = 1 << 12  # bytes of the first frames; a header and some fifty samples
 
 
 class Kind(enum.IntEnum):
@@ -52,7 +54,6 @@ class Rounds:
 
     Args:
         group: Gloo group for the messages, used by one thread only; None if `world_size` is 1.
-        rank: This rank in the group.
         world_size: Number of ranks in the group.
         settings: What all ranks must have set alike. Its fingerprint is in every message.
         patience: How long to wait for peers.
@@ -65,15 +66,21 @@ class Rounds:
         self,
         group: dist.ProcessGroup | None,
         *,
-        rank: int,
         world_size: int,
         settings: Mapping[str, Setting],
         patience: Patience,
     ) -> None:
         if group is None and world_size != 1:
             raise ValueError(f"a control group is needed for {world_size} ranks; got None")
-        self._channel = Channel(group, world_size) if group is not None else None
-        self._rank = rank
+        # Two take turns, as offers are long and commitments short. By the round's number and not
+        # its kind: a rank that leaves, or makes another call than its peers, must not surprise them
+        # with a frame of another length, which would end their process.
+        self._channels = [
+            Channel(group, world_size, capacity=_CAPACITY)
+            for _ in range(2)
+            if group is not None and world_size > 1
+        ]
+        self._pid = os.getpid()
         self._patience = patience
         self._settings = "\n".join(f"{key} = {settings[key]!r}" for key in sorted(settings))
         self._fingerprint = hashlib.blake2b(self._settings.encode(), digest_size=8).digest()
@@ -99,26 +106,18 @@ class Rounds:
             MismatchError: If the settings differ.
             ExchangeError: As `Channel.gather`; then every later round raises it again.
         """
-        failure: BaseException | None = None
+        self._check_usable()
         try:
             value, body = make()
             frame = self._frame(kind, _Status.READY, body)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - raised below, when no peer waits any more
-            failure = error
-            frame = self._frame(kind, _Status.FAILED, _reason(error))
-        try:
-            frames = self._send(kind, frame)
-        except ExchangeError as error:
-            if failure is None:
-                raise
-            failure.add_note(f"not all peers know of it: {error}")
-            raise failure from None
-        if failure is not None:
-            self.failed = True
-            raise failure
-        self._check(kind, frames)
+        except BaseException as failure:
+            self._tell(kind, failure)
+            raise
+        frames = self._send(kind, frame)
+        with self.breaking():
+            self._check(kind, frames)
         return value, [frame[_HEADER.size :] for frame in frames]
 
     def fail(self, error: BaseException) -> None:
@@ -131,8 +130,33 @@ class Rounds:
         """
         if not self.failed:
             with contextlib.suppress(ExchangeError):
-                self._send(Kind.OFFER, self._frame(Kind.OFFER, _Status.FAILED, _reason(error)))
-            self.failed = True
+                self._check_usable()
+                self._tell(Kind.OFFER, error)
+
+    def _tell(self, kind: Kind, failure: BaseException) -> None:
+        """Make this round fail everywhere; what keeps the peers from hearing it becomes a note."""
+        try:
+            self._send(kind, self._frame(kind, _Status.FAILED, _reason(failure)))
+        except ExchangeError as error:
+            failure.add_note(f"not all peers know of it: {error}")
+        self.failed = True
+
+    @contextlib.contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Let no later round start if the body raises what makes this rank's state useless.
+
+        That is any error but a peer's report that it failed, which leaves all ranks in step.
+        """
+        try:
+            yield
+        except PeerFailedError:
+            raise
+        except ExchangeError as error:
+            self._broken = error
+            raise
+        except BaseException as error:
+            self._broken = ExchangeError(f"an earlier call ended with {type(error).__name__}")
+            raise
 
     def compare_settings(self, begin: Callable[[], T]) -> T:
         """Compare the settings of all ranks; every rank must call this.
@@ -161,21 +185,22 @@ class Rounds:
         header = _HEADER.pack(_MAGIC, _VERSION, kind, status, self._number, self._fingerprint)
         return header + body
 
-    def _send(self, kind: Kind, frame: bytes) -> list[memoryview]:
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise ExchangeError(
+                "this exchange was copied into another process by fork(), where its collectives "
+                "would hang; construct it in the process that uses it"
+            )
         if self._broken is not None:
             raise self._broken
+
+    def _send(self, kind: Kind, frame: bytes) -> list[memoryview]:
         self._number += 1
-        if self._channel is None:
+        if not self._channels:
             return [memoryview(frame)]
-        # An interrupted round leaves its collective behind, so that no later one can succeed.
-        self._broken = ExchangeError(f"interrupted while {_DOING[kind]}")
-        try:
-            messages = self._channel.gather(frame, self._patience, doing=_DOING[kind])
-        except ExchangeError as error:
-            self._broken = error
-            raise
-        self._broken = None
-        return messages
+        channel = self._channels[self._number % 2]
+        with self.breaking():  # an interrupted round leaves its collective behind
+            return channel.gather(frame, self._patience, doing=_DOING[kind])
 
     def _check(self, kind: Kind, frames: list[memoryview]) -> None:
         headers = [_unpack_header(frame, rank) for rank, frame in enumerate(frames)]
@@ -189,23 +214,15 @@ class Rounds:
             raise PeerFailedError(reasons, doing=_DOING[kind])
         for rank, (peer_kind, _, number, fingerprint) in enumerate(headers):
             if (peer_kind, number) != (headers[0][0], headers[0][2]):
-                raise self._break(
-                    ProtocolError(
-                        f"rank {rank} is in round {number} ({_name(peer_kind)}), rank 0 in round "
-                        f"{headers[0][2]} ({_name(headers[0][0])}): the ranks made different calls"
-                    )
+                raise ProtocolError(
+                    f"rank {rank} is in round {number} ({_name(peer_kind)}), rank 0 in round "
+                    f"{headers[0][2]} ({_name(headers[0][0])}): the ranks made different calls"
                 )
             if fingerprint != headers[0][3] and kind != Kind.SETTINGS:
-                raise self._break(
-                    MismatchError(
-                        f"the settings of rank {rank} differ from those of rank 0; call "
-                        "compare_settings() at construction to learn which"
-                    )
+                raise MismatchError(
+                    f"the settings of rank {rank} differ from those of rank 0; call "
+                    "compare_settings() at construction to learn which"
                 )
-
-    def _break(self, error: ExchangeError) -> ExchangeError:
-        self._broken = error
-        return error
 
 
 def _unpack_header(frame: memoryview, rank: int) -> tuple[int, int, int, bytes]:

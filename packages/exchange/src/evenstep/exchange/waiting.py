@@ -14,6 +14,7 @@ from evenstep.exchange.errors import (
     ExchangeStoppedError,
     ExchangeTimeoutError,
     PeerLostError,
+    named,
 )
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,10 @@ POLL_S = 0.2  # a wait inside Gloo holds signals back, and Ctrl-C must get throu
 def never() -> bool:
     """Return False: nobody asks to stop."""
     return False
+
+
+def _nobody() -> Sequence[int]:
+    return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,38 +50,45 @@ class Patience:
                 f"timeout_s is {self.timeout_s}; it must be a positive number of seconds"
             )
 
-    def wait(self, work: dist.Work, group: dist.ProcessGroup, *, doing: str) -> None:
+    def wait(
+        self,
+        work: dist.Work,
+        group: dist.ProcessGroup,
+        *,
+        doing: str,
+        absent: Callable[[], Sequence[int]] = _nobody,
+    ) -> None:
         """Wait until a Gloo collective has completed.
 
         Args:
             work: What `start_all_to_all` returned.
             group: The group it runs on, to find out who is missing.
             doing: What the collective is for, for the messages.
+            absent: Returns the ranks that nothing has come from yet, where that can be told.
 
         Raises:
             PeerLostError: If the connection to a peer broke.
-            ExchangeTimeoutError: After `timeout_s`.
+            ExchangeTimeoutError: After `timeout_s`, or the timeout of the group.
             ExchangeStoppedError: When `should_stop` says so.
             ExchangeError: If the group is destroyed meanwhile.
         """
         started = time.monotonic()
         warned = False
-        while not _completes(work, group, doing):
+        while not _completes(work, group, doing, absent):
             waited = time.monotonic() - started
-            _check_alive(group, doing)
             if self.should_stop():
                 raise ExchangeStoppedError(f"stopped after {waited:.1f} s of {doing}")
+            _check_alive(group, doing)
             if waited >= self.timeout_s:
                 raise ExchangeTimeoutError(
-                    f"a rank took no part in {doing} for {self.timeout_s:g} s (timeout_s): it "
-                    "hangs, or the time is too short for the slowest rank's data"
+                    absent(), doing=doing, limit=f"{self.timeout_s:g} s (timeout_s)"
                 )
             if waited >= self.timeout_s / 2 and not warned:
                 warned = True
                 logger.warning(
-                    "%s: a rank has kept the others waiting for %.1f s; giving up after %g s "
-                    "(timeout_s)",
+                    "%s: %s kept the others waiting for %.1f s; giving up after %g s (timeout_s)",
                     doing,
+                    named(absent(), "has", "have"),
                     waited,
                     self.timeout_s,
                 )
@@ -115,30 +127,51 @@ def start_all_to_all(
 
 def _check_alive(group: dist.ProcessGroup, doing: str) -> None:
     """Raise if the group was destroyed, which wakes nobody who waits inside it."""
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError) as error:
+    if not is_alive(group):
         raise ExchangeError(
             f"the process group was destroyed while or before {doing}; shut the exchange down "
             "before its groups"
-        ) from error
+        )
 
 
-def _completes(work: dist.Work, group: dist.ProcessGroup, doing: str) -> bool:
+def _completes(
+    work: dist.Work,
+    group: dist.ProcessGroup,
+    doing: str,
+    absent: Callable[[], Sequence[int]],
+) -> bool:
     try:
         work.wait(timedelta(seconds=POLL_S))
     except RuntimeError as error:
         if not work.is_completed():
             return False  # only the poll's time is over; the operation goes on
         if work.exception() is not None:
-            raise _lost(group, doing, error) from error
+            raise _lost(group, doing, error, absent) from error
     return True
 
 
-def _lost(group: dist.ProcessGroup, doing: str, error: RuntimeError) -> PeerLostError:
-    return PeerLostError(
-        _unreachable(group), doing=doing, cause=str(error).partition(". This is")[0]
-    )
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Return whether a group was not destroyed yet."""
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
+
+
+def _lost(
+    group: dist.ProcessGroup,
+    doing: str,
+    error: RuntimeError,
+    absent: Callable[[], Sequence[int]] = _nobody,
+) -> ExchangeError:
+    _check_alive(group, doing)
+    cause = str(error).partition(". This is")[0]
+    if "timed out" in cause.lower():  # by Gloo, whose timeout was the shorter one
+        return ExchangeTimeoutError(
+            absent(), doing=doing, limit="the timeout of the process group, shorter than timeout_s"
+        )
+    return PeerLostError(_unreachable(group), doing=doing, cause=cause)
 
 
 def _unreachable(group: dist.ProcessGroup) -> list[int]:

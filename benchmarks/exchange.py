@@ -1,0 +1,199 @@
+"""Time `exchange_window` against a bare all-to-all of the same bytes, on 2 and 4 ranks over Gloo.
+
+Prints the machine, then one line of JSON per figure. A ratio is the median over rounds of (time of
+the one / time of the other), both timed in each round; a time is that of the slowest rank. The bare
+collective sends what the contract's plan (LPT) sends, between buffers that exist already.
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks._report import Row, report, row
+from benchmarks.workloads import receipt_patches, receipts_samples
+from evenstep.balance import Route, build_window_route
+from evenstep.exchange import Agreement, Moves, Offer, SampleExchange
+from evenstep.reorder_buffer import SampleCost, exchange_window, split_microbatch
+from tests.harness import RankPools
+
+MicroBatch: TypeAlias = dict[str, object]
+
+SEED = 0
+LENGTH = 2048
+PATCH_FEATURES = 1176
+ROUNDS = 7
+ENCODER = "modality_inputs.images.encoder"
+COST = SampleCost(encoder_cost_weight=1.0, language_cost_weight=0.1)
+
+
+class Case(NamedTuple):
+    """A window of one rank: its form, and what its exchange may cost."""
+
+    name: str
+    window_size: int
+    samples: int
+    """Per micro-batch and rank."""
+    max_merged_tokens: int
+    """Of an image. With 256, 16 samples hold the 122 MB that targets.md names."""
+    targets: dict[str, float]
+    """Largest time / bare, by strategy."""
+
+
+CASES = (
+    Case("receipts, W = 1", 1, 8, 256, {"lpt": 1.6, "least_move": 0.7}),
+    Case("receipts, W = 4", 4, 8, 256, {"lpt": 1.6, "least_move": 0.7}),
+    Case("text only, W = 4", 4, 32, 1, {"lpt": 3.0}),
+)
+
+
+def microbatch(rng: random.Random, case: Case) -> tuple[MicroBatch, torch.Tensor]:
+    """Return one micro-batch of the receipts workload, and its images per sample."""
+    patches = receipt_patches(max_merged_tokens=case.max_merged_tokens)
+    images = receipts_samples(case.samples, rng, patches)
+    grid = [[1, 1, n] for sample in images for n in sample]
+    total = sum(n for _, _, n in grid)
+    batch: MicroBatch = {
+        "input_ids": torch.randint(32000, (case.samples, LENGTH)),
+        "labels": torch.randint(32000, (case.samples, LENGTH)),
+        "loss_mask": torch.ones(case.samples, LENGTH),
+        "attention_mask": torch.ones(case.samples, LENGTH, dtype=torch.bool),
+        "position_ids": torch.arange(LENGTH).repeat(3, case.samples, 1),
+        "modality_inputs": {
+            "images": {
+                "encoder": {
+                    "hidden_states": torch.randn(total, PATCH_FEATURES),
+                    "grid_thw": torch.tensor(grid, dtype=torch.int64).reshape(-1, 3),
+                }
+            }
+        },
+    }
+    return batch, torch.tensor([len(sample) for sample in images])
+
+
+class Bench:
+    """One rank's window, with everything that a round times."""
+
+    def __init__(self, rank: int, world_size: int, case: Case) -> None:
+        rng = random.Random(SEED + rank)
+        drawn = [microbatch(rng, case) for _ in range(case.window_size)]
+        self._counts = {id(batch): counts for batch, counts in drawn}
+        self.batches = [batch for batch, _ in drawn]
+        self.rank, self.world_size, self.case = rank, world_size, case
+        self.control = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        self.payload = cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+        self.moves, self.metadata_bytes = self._plan()
+        self._sent = torch.ones(sum(self.moves.send_splits) // 8, dtype=torch.int64)
+        self._received = torch.ones(sum(self.moves.recv_splits) // 8, dtype=torch.int64)
+
+    def bare(self) -> None:
+        """Move the bytes of the contract's plan, and do nothing else."""
+        dist.all_to_all_single(
+            self._received,
+            self._sent,
+            [nbytes // 8 for nbytes in self.moves.recv_splits],
+            [nbytes // 8 for nbytes in self.moves.send_splits],
+            group=self.payload,
+        )
+
+    def window(self, strategy: str) -> list[MicroBatch]:
+        """Exchange the window as a user does."""
+        return exchange_window(
+            self.batches,
+            dp_rank=self.rank,
+            dp_size=self.world_size,
+            n_groups=self.world_size,
+            cost_of=COST,
+            dp_group_gloo=self.control,
+            dp_group_nccl=self.payload,
+            image_count_of=lambda batch: self._counts[id(batch)],
+            strategy=strategy,
+        )
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Return the seconds of the slowest rank; every rank calls this."""
+        dist.barrier()
+        start = time.perf_counter()
+        result = work()
+        seconds = torch.tensor(time.perf_counter() - start)
+        del result
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def _plan(self) -> tuple[Moves, float]:
+        """Return the contract's moves, and the bytes that this rank tells the others per sample."""
+        flats = [
+            split_microbatch(batch, cu_img=[0, *accumulate(self._counts[id(batch)].tolist())])
+            for batch in self.batches
+        ]
+        offer = Offer(
+            samples=[flat for slot in flats for flat in slot],
+            slot_counts=[len(slot) for slot in flats],
+            costs=[COST(flat) for slot in flats for flat in slot],
+        )
+        exchange = SampleExchange(
+            rank=self.rank,
+            world_size=self.world_size,
+            control_group=self.control,
+            payload_group=self.payload,
+        )
+
+        def plan(agreement: Agreement) -> "enumerate[Route]":
+            costs = [agreement.costs_of_slot(slot) for slot in range(agreement.num_slots)]
+            return enumerate(build_window_route(costs, self.world_size, self.world_size))
+
+        return exchange.prepare(exchange.agree(lambda: offer), plan).moves, 0.0
+
+
+def measure(rank: int, world_size: int, case: Case) -> dict[str, object]:
+    bench = Bench(rank, world_size, case)
+    names = [*case.targets]
+    seconds: dict[str, list[float]] = {name: [] for name in ("bare", *names)}
+    for _ in range(ROUNDS + 1):
+        seconds["bare"].append(bench.timed(bench.bare))
+        for name in names:
+            seconds[name].append(bench.timed(partial(bench.window, name)))
+    return {
+        "seconds": {name: values[1:] for name, values in seconds.items()},
+        "sent": sum(bench.moves.send_splits),
+    }
+
+
+def figures() -> Iterator[Row]:
+    pools = RankPools()
+    try:
+        for world_size in (4,):
+            for case in CASES:
+                results = pools(world_size).run(measure, case, deadline_s=600.0)
+                seconds = results[0]["seconds"]
+                for name, target in case.targets.items():
+                    pairs = zip(seconds[name], seconds["bare"], strict=True)
+                    ratios = sorted(a / b for a, b in pairs)
+                    yield row(
+                        f"exchange_window, {name} / bare all_to_all_single",
+                        f"{case.name}, {world_size} ranks",
+                        statistics.median(ratios),
+                        target=target if world_size == 4 else None,
+                        unit="ratio",
+                        best=round(ratios[0], 3),
+                        bare_ms=round(1e3 * statistics.median(seconds["bare"]), 1),
+                        min_ms=round(1e3 * min(seconds[name]), 1),
+                        bare_min_ms=round(1e3 * min(seconds["bare"]), 1),
+                        megabytes=round(sum(r["sent"] for r in results) / 1e6, 1),
+                    )
+    finally:
+        pools.close()
+
+
+if __name__ == "__main__":
+    report(__doc__ or "", figures)

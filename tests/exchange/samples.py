@@ -1,0 +1,94 @@
+"""Samples and offers that tests of several modules use."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from evenstep.balance import Route
+from evenstep.exchange import Agreement, Offer, Patience, SampleExchange
+from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
+from evenstep.serialize import FlatSample, fold_values, sample_layout
+
+
+def sample(rank: int, index: int, *, length: int = 3) -> FlatSample:
+    """A sample that tells where it comes from, with tensors, None and plain values."""
+    return {
+        "ids": torch.arange(length, dtype=torch.int64) + 1000 * rank + index,
+        "mask": torch.arange(index % 5) % 2 == 0,
+        "nothing": None,
+        "tags": ["rank", rank, {"index": index}],
+        "scalar": torch.tensor(float(index)),
+    }
+
+
+def offer_of(rank: int, slot_counts: Sequence[int], **more: Any) -> Offer:
+    """Samples with lengths and costs that vary by rank and place."""
+    count = sum(slot_counts)
+    return Offer(
+        samples=[sample(rank, index, length=1 + (7 * rank + index) % 11) for index in range(count)],
+        slot_counts=slot_counts,
+        costs=[float(rank + index % 3) for index in range(count)],
+        **more,
+    )
+
+
+def agreed(offers: Sequence[Offer]) -> list[Agreement]:
+    """What every rank would know after a round, without any group."""
+    folded = [[fold_values(flat) for flat in offer.samples] for offer in offers]
+    layouts = [[sample_layout(flat) for flat in samples] for samples in folded]
+    messages = [
+        memoryview(SchemaAnnouncer().encode(offer, of_rank))
+        for offer, of_rank in zip(offers, layouts, strict=True)
+    ]
+    return [
+        Agreement(
+            reports=tuple(SchemaTable().decode(m, rank)[0] for rank, m in enumerate(messages)),
+            offer=offer,
+            samples=samples,
+            layouts=of_rank,
+        )
+        for offer, samples, of_rank in zip(offers, folded, layouts, strict=True)
+    ]
+
+
+def round_robin(agreement: Agreement) -> list[tuple[int, Route]]:
+    """Deliver sample g to rank g modulo the number of ranks, in its own slot."""
+    world_size = len(agreement.reports)
+    deliveries = []
+    start = 0
+    for slot in range(agreement.num_slots):
+        count = len(agreement.costs_of_slot(slot))
+        for position in range(count):
+            index = start + position
+            deliveries.append((index, Route(slot, index % world_size, position)))
+        start += count
+    return deliveries
+
+
+def gloo_group(ranks: Sequence[int] | None = None, **more: Any) -> dist.ProcessGroup:
+    """A new group; every rank of the world must call this."""
+    members = None if ranks is None else [*ranks]
+    group = dist.new_group(members, backend="gloo", **more)
+    return cast("dist.ProcessGroup", group)  # a number on ranks outside
+
+
+def exchange_over_world(rank: int, world_size: int, **settings: Any) -> SampleExchange:
+    """An exchange on new Gloo groups of all ranks."""
+    return SampleExchange(
+        rank=rank,
+        world_size=world_size,
+        control_group=gloo_group(),
+        payload_group=gloo_group(),
+        **{"patience": Patience(timeout_s=20.0), **settings},
+    )
+
+
+def shown(value: Any) -> Any:
+    """A value that compares by content."""
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.tolist())
+    if isinstance(value, dict):
+        return {key: shown(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,122 @@
+"""Plans as moves: pure, for all ranks at once."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evenstep.balance import Route
+from evenstep.exchange import Moves, Placement, plan_moves
+
+
+def _moves(
+    deliveries: list[tuple[int, Route]],
+    holders: list[tuple[int, int]],
+    nbytes: list[int],
+    world_size: int,
+) -> list[Moves]:
+    return [
+        plan_moves(
+            deliveries,
+            holders=torch.tensor(holders, dtype=torch.int64).view(-1, 2),
+            nbytes=torch.tensor(nbytes, dtype=torch.int64),
+            rank=rank,
+            world_size=world_size,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def test_two_ranks_swap_a_sample_and_keep_one() -> None:
+    route = [Route(0, 0, 1), Route(0, 1, 3), Route(0, 1, 2), Route(0, 0, 0)]
+    first, second = _moves(
+        [*enumerate(route)], [(0, 0), (0, 1), (1, 0), (1, 1)], [8, 16, 24, 40], 2
+    )
+    assert first.kept == (Placement(0, 1, 0),)
+    assert first.sends == ((), (Placement(0, 3, 1),))
+    assert first.receives == ((), (Placement(0, 0, 1),))
+    assert (first.send_splits, first.recv_splits) == ((0, 16), (0, 40))
+    assert (second.send_splits, second.recv_splits) == ((40, 0), (16, 0))
+    assert first.shift_peaks == second.shift_peaks == (0, 40)
+    assert first.peak_total == second.peak_total == 40
+    assert first.digest == second.digest
+
+
+def test_an_empty_window_moves_nothing() -> None:
+    for moves in _moves([], [], [], 3):
+        assert moves.kept == ()
+        assert moves.send_splits == moves.recv_splits == moves.shift_peaks == (0, 0, 0)
+        assert moves.peak_total == 0
+
+
+def test_a_sample_may_go_to_several_ranks() -> None:
+    deliveries = [(0, Route(0, rank, rank)) for rank in range(3)]
+    moves = _moves(deliveries, [(1, 0)], [8], 3)
+    assert moves[1].kept == (Placement(0, 1, 0),)
+    assert moves[1].send_splits == (8, 0, 8)
+    assert [m.recv_splits[1] for m in moves] == [8, 0, 8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    world_size=st.integers(1, 6),
+    counts=st.lists(st.integers(0, 5), min_size=6, max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_all_ranks_together_move_every_sample_once(
+    world_size: int, counts: list[int], seed: int
+) -> None:
+    rng = random.Random(seed)
+    holders = [(rank, local) for rank in range(world_size) for local in range(counts[rank])]
+    rng.shuffle(holders)
+    nbytes = [8 * rng.randrange(5) for _ in holders]
+    deliveries = [
+        (index, Route(rng.randrange(3), rng.randrange(world_size), index))
+        for index in range(len(holders))
+    ]
+    moves = _moves(deliveries, holders, nbytes, world_size)
+    arrived = []
+    for rank, mine in enumerate(moves):
+        arrived += [(place, rank) for place in mine.kept]
+        for peer, other in enumerate(moves):
+            assert mine.sends[peer] == other.receives[rank]
+            assert mine.sends[peer] == tuple(sorted(mine.sends[peer]))
+            assert mine.send_splits[peer] == other.recv_splits[rank]
+            assert mine.shift_peaks[(peer - rank) % world_size] >= mine.send_splits[peer]
+            arrived += [(place, rank) for place in mine.receives[peer]]
+        assert mine.peak_total >= max(sum(mine.send_splits), sum(mine.recv_splits))
+        assert (mine.digest, mine.shift_peaks) == (moves[0].digest, moves[0].shift_peaks)
+    expected = [
+        (Placement(slot, position, holders[index][1]), owner)
+        for index, (slot, owner, position) in deliveries
+    ]
+    assert sorted(arrived) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("deliveries", "told"),
+    [
+        ([(0, Route(0, 0, 0))], "covers 1 samples of 2; look at global index 1"),
+        ([(0, Route(0, 0, 0)), (1, Route(0, 2, 1))], "owner ranks 0 to 2 in a group of 2"),
+        ([(0, Route(0, -1, 0)), (1, Route(0, 0, 1))], "owner ranks -1 to 0 in a group of 2"),
+        ([(0, Route(0, 0, 0)), (2, Route(0, 0, 1))], "names samples 0 to 2; there are 2"),
+        (
+            [(0, Route(0, 1, 0)), (1, Route(0, 0, 1)), (0, Route(0, 1, 2))],
+            "delivers a sample twice to one rank",
+        ),
+    ],
+)
+def test_a_broken_plan_is_refused(deliveries: list[tuple[int, Route]], told: str) -> None:
+    with pytest.raises(RuntimeError, match=told):
+        _moves(deliveries, [(0, 0), (1, 0)], [8, 8], 2)
+
+
+def test_the_digest_sees_routes_sizes_and_holders() -> None:
+    deliveries = [(0, Route(0, 1, 0)), (1, Route(0, 0, 1))]
+    base = _moves(deliveries, [(0, 0), (1, 0)], [8, 8], 2)[0].digest
+    moved = [(0, Route(0, 1, 1)), (1, Route(0, 0, 0))]
+    assert _moves(moved, [(0, 0), (1, 0)], [8, 8], 2)[0].digest != base
+    assert _moves(deliveries, [(0, 0), (1, 0)], [8, 16], 2)[0].digest != base
+    assert _moves(deliveries, [(0, 0), (0, 1)], [8, 8], 2)[0].digest != base
