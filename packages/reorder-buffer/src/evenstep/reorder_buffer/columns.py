@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 
+from evenstep.exchange import HOST_MEMORY
 from evenstep.reorder_buffer.field_kinds import Batched, FieldKind, Global
 from evenstep.serialize import Leaf, dumps
 
@@ -88,12 +89,22 @@ def _concatenate(key: str, values: Column, kind: FieldKind, owners: Sequence[int
         if any(tensor.shape[-1] != length for tensor in tensors):
             return _concatenate_padded(tensors, dim, length, kind)
     try:
-        return torch.cat(tensors, dim)
+        return torch.cat(tensors, dim, out=_room_for(tensors, dim))
     except RuntimeError as error:
         mismatch = _mismatch(key, values, owners, dim)
         if mismatch is None:  # such as no memory left
             raise
         raise mismatch from error
+
+
+def _room_for(tensors: list[torch.Tensor], dim: int) -> torch.Tensor | None:
+    """Return where on the host to join tensors; None lets torch find room on a device."""
+    first = tensors[0]
+    if not first.is_cpu:
+        return None
+    shape = list(first.shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return HOST_MEMORY.empty(shape, first.dtype)
 
 
 def _concatenate_padded(
