@@ -39,15 +39,16 @@ def pack_samples(
     """Copy samples end to end into one buffer, each byte once.
 
     Fields lie as their layouts say, and the padding between them is zero, so equal samples give
-    equal bytes. Contiguous or not, each tensor is copied straight into its place; conjugate and
-    negative views are resolved first, and gradients are not recorded. Tensors on an accelerator
-    are joined by one ``torch.cat``, hence by a few kernels for any number of fields.
+    equal bytes. On the CPU each tensor, contiguous or not, is copied straight into its place; on
+    an accelerator all are joined by one ``torch.cat``, hence by a few kernels for any number of
+    fields (one that is not contiguous costs a kernel more). Conjugate and negative views are
+    resolved first. Gradients are not recorded.
 
     Args:
         flats: Flat samples of tensors, all on one device, and ``None``.
         layouts: ``sample_layout`` of each sample, where the caller has them already.
         out: A contiguous 1-D ``uint8`` tensor of exactly the bytes needed, on the tensors'
-            device, to write to: pinned or shared memory, for example.
+            device, to write to: pinned or shared memory, for example. No tensor may lie in it.
 
     Returns:
         ``out``, or a new 1-D ``uint8`` tensor ``[sum of layout.nbytes]``; on the CPU if the
@@ -86,9 +87,10 @@ def _checked_runs(
     flats: Sequence[Mapping[str, Tensor | None]], layouts: Sequence[SampleLayout]
 ) -> Iterator[Run]:
     """Yield the run of each sample, compared with the layout that came with it."""
-    for index, (flat, run) in enumerate(zip(flats, _runs(flats, layouts), strict=True)):
-        layout = layouts[index]
-        for tensor, (key, dtype, shape, *_) in zip(*run[:2], strict=True):
+    runs = zip(flats, layouts, _runs(flats, layouts), strict=True)
+    for index, (flat, layout, run) in enumerate(runs):
+        tensors, placed, _ = run
+        for tensor, (key, dtype, shape, *_) in zip(tensors, placed, strict=True):
             # Addresses are about to be used: nothing may differ from what the layout says.
             if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
                 raise ValueError(

@@ -2,17 +2,19 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT, aligned
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_DEPTH, MAX_KEY_BYTES, MAX_NBYTES, MAX_TENSORS, MAX_VALUES
 from evenstep.serialize.nested import Leaf, NestedSample
-from evenstep.serialize.placement import place_fields
+from evenstep.serialize.placement import PlacedField, place_fields
 from evenstep.serialize.schema import read_dtype, read_ndim
 from evenstep.serialize.tree_writer import DICT, FLOAT64, int_nbytes
-from evenstep.serialize.unpacking import FieldViews, sample_region
+from evenstep.serialize.unpacking import FieldViews
 from evenstep.serialize.wire import Reader
 
 
@@ -21,15 +23,15 @@ class TreeReader:
 
     Args:
         tree: The tree.
-        payload: 1-D ``uint8``, on the CPU. If its address is not aligned it is copied, once.
+        payload: Its bytes at an aligned address, on the CPU, from :func:`sample_region`.
     """
 
     __slots__ = ("_end", "_num_tensors", "_num_values", "_payload", "_reader", "_views")
 
     def __init__(self, tree: bytes, payload: Tensor) -> None:
         self._reader = Reader(tree, "tree")
-        self._payload = sample_region(payload, payload.numel(), 0)
-        self._views = FieldViews(self._payload)
+        self._payload = payload
+        self._views = FieldViews(payload)
         self._end = 0
         self._num_values = 0
         self._num_tensors = 0
@@ -120,11 +122,10 @@ class TreeReader:
         dtype = read_dtype(reader)
         shape = tuple([reader.varint() for _ in range(read_ndim(reader))])
         try:
-            (field,), _ = place_fields([("", dtype, shape)])
+            field = _place(dtype, shape)
         except ValueError:
             raise reader.error(f"tensor of shape {shape} exceeds {MAX_NBYTES} bytes") from None
-        start = self._claim(field.nbytes)
-        return self._views.tensor(field, start)
+        return self._views.tensor(field, self._claim(field.nbytes))
 
     def _claim(self, nbytes: int) -> int:
         """Return the start of the next tensor's bytes, checked with the padding behind them."""
@@ -140,6 +141,13 @@ class TreeReader:
             raise self._reader.error(f"padding before byte {end} of the payload is not zero")
         self._end = end
         return start
+
+
+@lru_cache(4096)
+def _place(dtype: torch.dtype, shape: tuple[int, ...]) -> PlacedField:
+    """Place a tensor at 0; shapes repeat from sample to sample."""
+    (field,), _ = place_fields([("", dtype, shape)])
+    return field
 
 
 # By tag.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from evenstep.serialize.dtypes import DTYPE_CODES
 from evenstep.serialize.layout import is_plain, refusal
-from evenstep.serialize.limits import MAX_DEPTH, MAX_NDIM, MAX_TENSORS, MAX_VALUES
+from evenstep.serialize.limits import MAX_DEPTH, MAX_KEY_BYTES, MAX_NDIM, MAX_TENSORS, MAX_VALUES
 from evenstep.serialize.nested import Leaf
 from evenstep.serialize.schema import check_key
 from evenstep.serialize.wire import write_varint
@@ -101,7 +101,8 @@ class TreeWriter:
     def write_dict(self, value: dict[str, Leaf], path: _Path) -> None:
         """Append a dict."""
         for key in value:
-            check_key(key, _path_text(path))
+            if type(key) is not str or not key.isascii() or len(key) > MAX_KEY_BYTES:
+                check_key(key, _path_text(path))
         self._open(DICT, len(value), path)
         for key in sorted(value):
             data = key.encode()

@@ -62,17 +62,18 @@ class Reader:
 
     def varint(self) -> int:
         """Read a varint below 2**63; a longer form than needed is refused."""
-        first = self.byte()
-        if first < 0x80:
-            return first
-        value, shift, group = first & 0x7F, 7, 0x80
+        position = self.position
+        if position < self._end and self._data[position] < 0x80:
+            self.position = position + 1
+            return self._data[position]
+        value, shift, group = 0, 0, 0x80
         while group & 0x80:
             group = self.byte()
             value |= (group & 0x7F) << shift
             shift += 7
             if value >= _VARINT_LIMIT:
                 raise self.error("varint is 2**63 or more")
-        if group == 0:
+        if group == 0:  # a varint of one byte was read above
             raise self.error("varint has a superfluous last byte")
         return value
 
