@@ -26,6 +26,7 @@ from evenstep.reorder_buffer.device import batch_to_cuda, record_stream_for_batc
 from evenstep.reorder_buffer.field_kinds import Batched, FieldKind, Global, Items, Ragged
 from evenstep.reorder_buffer.item_counts import Counts, ItemCounter, TokenCounter
 from evenstep.reorder_buffer.layout import BatchLayout, Layout, MicroBatch
+from evenstep.reorder_buffer.loader import BalancedLoader, balance_loader
 from evenstep.reorder_buffer.local_reorder import reorder_window_local
 from evenstep.reorder_buffer.microbatch import (
     apply_sample_dispatch,
@@ -34,6 +35,7 @@ from evenstep.reorder_buffer.microbatch import (
     reorder_vision_by_images,
     split_microbatch,
 )
+from evenstep.reorder_buffer.paired import PairedCheck, PairedOrderError
 from evenstep.reorder_buffer.presets import (
     MIMO_LAYOUT,
     audio_layout,
@@ -41,7 +43,18 @@ from evenstep.reorder_buffer.presets import (
     image_layout,
     padded_text,
 )
+from evenstep.reorder_buffer.reader import Stateful
+from evenstep.reorder_buffer.ready_costs import ImageCost, TextAndImageCost, TextCost
 from evenstep.reorder_buffer.sample_list import SAMPLE_LIST, SampleListLayout
+from evenstep.reorder_buffer.state import StateDict
+from evenstep.reorder_buffer.stats import OnWindow, SlotLoads, WindowSeconds, WindowStats
+from evenstep.reorder_buffer.stats_adapters import (
+    StatsFile,
+    on_every,
+    read_stats,
+    to_log,
+    to_tensorboard,
+)
 from evenstep.reorder_buffer.vision import (
     cu_img_from_counts,
     empty_like_vision,
@@ -59,27 +72,41 @@ from evenstep.serialize import (
 __all__ = [
     "MIMO_LAYOUT",
     "SAMPLE_LIST",
+    "BalancedLoader",
     "BatchLayout",
     "Batched",
     "CostFunction",
     "Counts",
     "FieldKind",
     "Global",
+    "ImageCost",
     "ItemCounter",
     "Items",
     "Launch",
     "Layout",
     "MicroBatch",
     "OnUnevenEnd",
+    "OnWindow",
+    "PairedCheck",
+    "PairedOrderError",
     "Ragged",
     "ReorderingBuffer",
     "SampleCost",
     "SampleListLayout",
+    "SlotLoads",
+    "StateDict",
+    "Stateful",
+    "StatsFile",
+    "TextAndImageCost",
+    "TextCost",
     "TokenCounter",
     "UnevenEndError",
+    "WindowSeconds",
+    "WindowStats",
     "apply_sample_dispatch",
     "assert_intra_no_cross_slot",
     "audio_layout",
+    "balance_loader",
     "balanced_assignment",
     "balanced_index_order",
     "batch_to_cuda",
@@ -97,9 +124,11 @@ __all__ = [
     "image_layout",
     "intra_route",
     "merge_samples",
+    "on_every",
     "padded_text",
     "patches_per_image",
     "prepare_sample_exchange",
+    "read_stats",
     "reassemble_window",
     "record_stream_for_batch",
     "reorder_vision_by_images",
@@ -111,5 +140,7 @@ __all__ = [
     "serialize_sample",
     "split_microbatch",
     "tensor_metadata",
+    "to_log",
+    "to_tensorboard",
     "window_cost_spread",
 ]
