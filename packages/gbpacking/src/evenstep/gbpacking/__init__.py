@@ -1,6 +1,13 @@
 """Global-batch sequence packing and dynamic context parallelism for Megatron-Core."""
 
-from evenstep.gbpacking.choice import SCHEDULERS, SchedulerChoice, choose_scheduler
+from evenstep.gbpacking.choice import (
+    DYNAMIC_SCHEDULERS,
+    SCHEDULERS,
+    SchedulerChoice,
+    choose_scheduler,
+)
+from evenstep.gbpacking.dynamic_groups import cp_group_of, destroy_cp_groups, prepare_cp_groups
+from evenstep.gbpacking.dynamic_plan import DynamicCpOptions
 from evenstep.gbpacking.enabled import (
     DYNAMIC_CP_SCHEDULERS,
     dynamic_context_parallel_enabled,
@@ -12,6 +19,8 @@ from evenstep.gbpacking.entry_points import (
 )
 from evenstep.gbpacking.errors import IteratorEndedError, PackingError, SampleError
 from evenstep.gbpacking.finalize import finalize_packed_seq_params
+from evenstep.gbpacking.follow_cp import follow_cp_groups
+from evenstep.gbpacking.loss import StepLoss, TokenLoss, step_loss, token_loss
 from evenstep.gbpacking.megatron_api import probe_global_batch_packing_support
 from evenstep.gbpacking.register import register_with_megatron
 from evenstep.gbpacking.sample import (
@@ -39,7 +48,9 @@ from evenstep.gbpacking.zigzag import zigzag_indices
 
 __all__ = [
     "DYNAMIC_CP_SCHEDULERS",
+    "DYNAMIC_SCHEDULERS",
     "SCHEDULERS",
+    "DynamicCpOptions",
     "IteratorEndedError",
     "PackingError",
     "PackingOptions",
@@ -47,14 +58,19 @@ __all__ = [
     "Sample",
     "SampleError",
     "SchedulerChoice",
+    "StepLoss",
+    "TokenLoss",
     "Violation",
     "build_unpacked_sample",
     "check_packing_settings",
     "choose_scheduler",
+    "cp_group_of",
+    "destroy_cp_groups",
     "dynamic_context_parallel_enabled",
     "finalize_packed_seq_params",
     "fold_alignment_padding",
     "folding_collate",
+    "follow_cp_groups",
     "get_batch_for_global_batch_packing",
     "global_batch_packing_enabled",
     "identity_collate",
@@ -63,9 +79,12 @@ __all__ = [
     "packing_violations",
     "padding_mask",
     "padding_multiple",
+    "prepare_cp_groups",
     "probe_global_batch_packing_support",
     "register_with_megatron",
     "slice_for_cp",
+    "step_loss",
+    "token_loss",
     "wrap_data_iterator_for_global_batch_packing",
     "zigzag_indices",
 ]

@@ -6,7 +6,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple
 
-from evenstep.balance import PackingStrategy
+from evenstep.balance import DynamicCpStrategy, PackingStrategy
 from evenstep.gbpacking.enabled import (
     dynamic_context_parallel_enabled,
     global_batch_packing_enabled,
@@ -19,6 +19,11 @@ SCHEDULERS: Final[Mapping[str, PackingStrategy]] = MappingProxyType(
     {"dp_balanced": "arrival", "evenstep_balanced": "balanced"}
 )
 """Schedulers that need no Megatron-Core that has one, by name."""
+
+DYNAMIC_SCHEDULERS: Final[Mapping[str, DynamicCpStrategy]] = MappingProxyType(
+    {"default_dynamic_cp": "bucketed", "evenstep_dynamic_cp": "balanced"}
+)
+"""The same for dynamic context parallelism, which they need switched on."""
 
 
 class SchedulerChoice(NamedTuple):
@@ -47,7 +52,7 @@ def choose_scheduler(model_config: object) -> SchedulerChoice:
     if not global_batch_packing_enabled(model_config):
         raise ValueError(
             "sequence_packing_scheduler is not set on the model's configuration; name one of "
-            f"{', '.join(SCHEDULERS)}"
+            f"{', '.join([*SCHEDULERS, *DYNAMIC_SCHEDULERS])}"
         )
     name = str(getattr(model_config, "sequence_packing_scheduler", ""))
     return choice_for(name, dynamic_context_parallel_enabled(model_config))
@@ -59,13 +64,14 @@ def choice_for(name: str, dynamic_cp: bool) -> SchedulerChoice:
     refusal = probe_global_batch_packing_support(name, dynamic_cp=dynamic_cp)
     if refusal is None:
         choice = SchedulerChoice(name, "megatron-core", "Megatron-Core has it registered")
-    elif name in SCHEDULERS and not dynamic_cp:
+    elif name in (DYNAMIC_SCHEDULERS if dynamic_cp else SCHEDULERS):
         choice = SchedulerChoice(name, "evenstep", refusal)
     else:
         raise ValueError(
             f"sequence_packing_scheduler is {name!r}"
             f"{' with dynamic_context_parallel' if dynamic_cp else ''}; {refusal} evenstep itself "
-            f"runs {', '.join(SCHEDULERS)}, without dynamic context parallelism"
+            f"runs {', '.join(SCHEDULERS)}, and with dynamic_context_parallel=True "
+            f"{', '.join(DYNAMIC_SCHEDULERS)}"
         )
     logger.info("sequence packing: %s runs in %s's loop: %s", *choice)
     return choice

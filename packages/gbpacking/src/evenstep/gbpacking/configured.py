@@ -24,19 +24,12 @@ def step_scheduler(
     """
     options = options or PackingOptions()
     vp_size = virtual_pipeline_size(model_config)
-    tokens_per_rank = getattr(model_config, "max_seqlen_per_dp_cp_rank", None)
-    if type(tokens_per_rank) is not int or tokens_per_rank < 1:
-        raise ValueError(
-            f"max_seqlen_per_dp_cp_rank is {tokens_per_rank!r} on the model's configuration; set "
-            "it to the tokens that fit into one rank's memory"
-        )
-    group_size = getattr(model_config, "microbatch_group_size_per_vp_stage", None)
     rules = StepRules(
         scheduler=name,
-        capacity=tokens_per_rank * groups.cp.size(),
+        capacity=capacity_of(model_config) * groups.cp.size(),
         num_ranks=groups.dp.size(),
-        multiple=1 if vp_size is None else group_size or groups.pp.size(),
-        load=options.load or _load_of(model_config),
+        multiple=microbatch_multiple(model_config, groups),
+        load=options.load or load_of(model_config),
         options=options,
     )
     has_mtp = mtp_reads_here(model_config, groups, vp_stage=None, vp_size=vp_size)
@@ -55,12 +48,40 @@ def step_scheduler(
     )
 
 
-def _load_of(model_config: object) -> SequenceLoad:
+def capacity_of(model_config: object) -> int:
+    """Return the most tokens of a rank.
+
+    Raises:
+        ValueError: If the configuration does not say.
+    """
+    tokens_per_rank = getattr(model_config, "max_seqlen_per_dp_cp_rank", None)
+    if type(tokens_per_rank) is not int or tokens_per_rank < 1:
+        raise ValueError(
+            f"max_seqlen_per_dp_cp_rank is {tokens_per_rank!r} on the model's configuration; set "
+            "it to the tokens that fit into one rank's memory"
+        )
+    return tokens_per_rank
+
+
+def microbatch_multiple(model_config: object, groups: ModelGroups) -> int:
+    """Return what the number of micro-batches must be a multiple of for the pipeline schedule."""
+    if virtual_pipeline_size(model_config) is None:
+        return 1
+    group_size: int | None = getattr(model_config, "microbatch_group_size_per_vp_stage", None)
+    return group_size or groups.pp.size()
+
+
+def load_of(model_config: object) -> SequenceLoad:
+    """Return the load of a sequence for a dense model of the configured width.
+
+    Raises:
+        ValueError: If the configuration has no width.
+    """
     hidden_size = getattr(model_config, "hidden_size", None)
     if type(hidden_size) is not int or hidden_size < 1:
         raise ValueError(
             f"hidden_size is {hidden_size!r} on the model's configuration; it must be a positive "
-            "integer, or pass options=PackingOptions(load=SequenceLoad(...))"
+            "integer, or pass options with load=SequenceLoad(...)"
         )
     return SequenceLoad.from_hidden_size(hidden_size)
 

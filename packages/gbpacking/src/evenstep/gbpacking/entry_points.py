@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
-from evenstep.gbpacking.choice import choose_scheduler
+from evenstep.gbpacking.choice import DYNAMIC_SCHEDULERS, choose_scheduler
 from evenstep.gbpacking.configured import step_scheduler, virtual_pipeline_size
+from evenstep.gbpacking.dynamic_configured import dynamic_step_scheduler, with_domain
+from evenstep.gbpacking.dynamic_groups import cp_group_of
+from evenstep.gbpacking.dynamic_plan import DynamicCpOptions
+from evenstep.gbpacking.dynamic_step import DynamicStepScheduler
 from evenstep.gbpacking.enabled import dynamic_context_parallel_enabled
 from evenstep.gbpacking.fetch import fetch_packed
 from evenstep.gbpacking.finalize import finalize_packed_seq_params
 from evenstep.gbpacking.links import communication_device
 from evenstep.gbpacking.megatron_api import call_with_accepted, scheduler_api
+from evenstep.gbpacking.own_step import StepScheduler
 from evenstep.gbpacking.pull import LoaderItem
 from evenstep.gbpacking.sample import Sample
 from evenstep.gbpacking.stage import ModelGroups, mtp_reads_here, needed_keys
@@ -53,7 +58,7 @@ def wrap_data_iterator_for_global_batch_packing(
     num_microbatches: int,
     pg_collection: ModelGroups,
     *,
-    options: PackingOptions | None = None,
+    options: PackingOptions | DynamicCpOptions | None = None,
 ) -> PackedStepResult:
     """Pack this step's global batch into THD micro-batches.
 
@@ -68,7 +73,8 @@ def wrap_data_iterator_for_global_batch_packing(
         model_config: Megatron-Core's `TransformerConfig`.
         num_microbatches: Micro-batches of one sample each to pull.
         pg_collection: The model's process groups.
-        options: Tuning of our own scheduler. It must be alike on all ranks.
+        options: Tuning of our own scheduler, `DynamicCpOptions` under dynamic context parallelism.
+            It must be alike on all ranks.
 
     Returns:
         `(packed_iterator, packed_num_microbatches, seqlen_sum, seqlen_squared_sum)`. The packed
@@ -95,7 +101,7 @@ def wrap_data_iterator_for_global_batch_packing(
         return cast("PackedStepResult", wrapped)
     if type(num_microbatches) is not int or num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a positive integer")
-    scheduler = step_scheduler(choice.name, model_config, pg_collection, options)
+    scheduler = _own_scheduler(choice.name, model_config, pg_collection, options)
     packed = scheduler.run(_one_iterator(local_iterator), num_microbatches)
     return (
         _rerun_iterators(packed.microbatches, virtual_pipeline_size(model_config)),
@@ -154,7 +160,7 @@ def get_batch_for_global_batch_packing(
         return _seven(cast("PackedBatch", batch), pg_collection)
     pp, cp = pg_collection.pp, pg_collection.cp
     keys = needed_keys(pp.rank(), pp.size(), vp_stage=vp_stage, vp_size=vp_size, has_mtp=has_mtp)
-    fields, max_seqlen = fetch_packed(
+    fields, max_seqlen, local_cp_size = fetch_packed(
         own,
         keys=keys,
         tp=pg_collection.tp,
@@ -164,6 +170,10 @@ def get_batch_for_global_batch_packing(
     borders = (fields["cu_seqlens"], fields["cu_seqlens_padded"])
     rows = {key: fields[key].unsqueeze(0) for key in keys}
     params = make_packed_seq_params(*borders, max_seqlen)
+    if local_cp_size:
+        params.local_cp_size = local_cp_size
+        params.cp_group = cp_group_of(with_domain(pg_collection).dp_cp, local_cp_size)
+    group = params.cp_group if local_cp_size else cp
     return (
         rows.get("tokens"),
         rows.get("labels"),
@@ -173,7 +183,11 @@ def get_batch_for_global_batch_packing(
         finalize_packed_seq_params(params, pg_collection),
         # Never None: whether it is there decides which collectives MoE layers issue, so it must
         # not differ between ranks.
-        padding_mask(*borders, cp_size=cp.size(), cp_rank=cp.rank()),
+        padding_mask(
+            *borders,
+            cp_size=1 if group is None else group.size(),
+            cp_rank=0 if group is None else group.rank(),
+        ),
     )
 
 
@@ -182,6 +196,22 @@ def _iterator_for_tp_rank(
 ) -> LoaderIterator:
     """Return the iterator on tensor-parallel rank 0 and None elsewhere."""
     return data_iterator if pg_collection.tp.rank() == 0 else None
+
+
+def _own_scheduler(
+    name: str,
+    model_config: object,
+    groups: ModelGroups,
+    options: PackingOptions | DynamicCpOptions | None,
+) -> StepScheduler | DynamicStepScheduler:
+    if name in DYNAMIC_SCHEDULERS and not isinstance(options, PackingOptions):
+        return dynamic_step_scheduler(name, model_config, groups, options)
+    if name not in DYNAMIC_SCHEDULERS and not isinstance(options, DynamicCpOptions):
+        return step_scheduler(name, model_config, groups, options)
+    raise ValueError(
+        f"options is {options!r} for the scheduler {name!r}; it takes "
+        f"{'DynamicCpOptions' if name in DYNAMIC_SCHEDULERS else 'PackingOptions'}"
+    )
 
 
 def _one_iterator(data_iterator: LoaderIterator) -> Iterator[LoaderItem] | None:

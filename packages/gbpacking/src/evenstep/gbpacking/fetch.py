@@ -34,6 +34,7 @@ class _Header(NamedTuple):
     tokens: int
     sequences: int
     max_seqlen: int
+    local_cp_size: int
     error_bytes: int
 
 
@@ -43,10 +44,12 @@ class PackedFields(NamedTuple):
     Attributes:
         fields: Per-token fields `[tokens of the slice]` of this stage, and both borders.
         max_seqlen: Longest padded sequence of the pack.
+        local_cp_size: Size of its CP group where that is chosen per micro-batch, else 0.
     """
 
     fields: Sample
     max_seqlen: int
+    local_cp_size: int
 
 
 def fetch_packed(
@@ -58,6 +61,8 @@ def fetch_packed(
     device: torch.device,
 ) -> PackedFields:
     """Take the next micro-batch, slice it for this CP rank and hand it to all TP ranks.
+
+    One with a CP group of its own (`local_cp_size`) was cut before it came here.
 
     Called by every rank of `tp`, in the same order.
 
@@ -80,9 +85,7 @@ def fetch_packed(
         if tp.size() > 1:
             _send_failure(error, tp, device)
         raise
-    packed = PackedFields(
-        {name: value.to(device) for name, value in packed.fields.items()}, packed.max_seqlen
-    )
+    packed = packed._replace(fields={k: value.to(device) for k, value in packed.fields.items()})
     if tp.size() > 1:
         _send(packed, names, tp, device)
     return packed
@@ -106,8 +109,16 @@ def _next_slice(
     missing = [name for name in names if name not in microbatch]
     if missing:
         raise RuntimeError(f"the packed micro-batch has no {', '.join(missing)}")
-    held = slice_for_cp(microbatch, cp_size=cp.size(), cp_rank=cp.rank())
-    return PackedFields({name: held[name] for name in names}, int(microbatch["max_seqlen"]))
+    local_cp_size = int(microbatch.get("local_cp_size", 0))
+    # With a group of its own, a micro-batch came as slices.
+    held = (
+        microbatch
+        if local_cp_size
+        else slice_for_cp(microbatch, cp_size=cp.size(), cp_rank=cp.rank())
+    )
+    return PackedFields(
+        {name: held[name] for name in names}, int(microbatch["max_seqlen"]), local_cp_size
+    )
 
 
 def _send(
@@ -115,7 +126,8 @@ def _send(
 ) -> None:
     sequences = len(packed.fields["cu_seqlens"]) - 1
     tokens = next((len(packed.fields[n]) for n in names if n not in _BORDERS), 0)
-    _broadcast_header(_Header(tokens, sequences, packed.max_seqlen, 0), tp, device)
+    header = _Header(tokens, sequences, packed.max_seqlen, packed.local_cp_size, 0)
+    _broadcast_header(header, tp, device)
     parts = [packed.fields[name].contiguous().view(torch.uint8) for name in names]
     dist.broadcast(torch.cat(parts), group=tp, group_src=0)
 
@@ -137,18 +149,18 @@ def _receive(names: Sequence[str], tp: ProcessGroup, device: torch.device) -> Pa
     dist.broadcast(buffer, group=tp, group_src=0)
     parts = torch.split(buffer, counts)
     fields = {name: part.view(_DTYPES[name]) for name, part in zip(names, parts, strict=True)}
-    return PackedFields(fields, header.max_seqlen)
+    return PackedFields(fields, header.max_seqlen, header.local_cp_size)
 
 
 def _send_failure(error: Exception, tp: ProcessGroup, device: torch.device) -> None:
     text = f"{type(error).__name__}: {error}".encode()
-    _broadcast_header(_Header(0, 0, 0, len(text)), tp, device)
+    _broadcast_header(_Header(0, 0, 0, 0, len(text)), tp, device)
     dist.broadcast(
         torch.tensor(list(text), dtype=torch.uint8, device=device), group=tp, group_src=0
     )
 
 
 def _broadcast_header(header: _Header | None, tp: ProcessGroup, device: torch.device) -> _Header:
-    values = torch.tensor(header or _Header(0, 0, 0, 0), dtype=torch.int64, device=device)
+    values = torch.tensor(header or _Header(0, 0, 0, 0, 0), dtype=torch.int64, device=device)
     dist.broadcast(values, group=tp, group_src=0)
     return _Header(*values.tolist())

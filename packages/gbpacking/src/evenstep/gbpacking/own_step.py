@@ -12,13 +12,12 @@ import torch
 from evenstep.balance import PackingPlan
 from evenstep.exchange import Agreement
 from evenstep.gbpacking.pull import LoaderItem
-from evenstep.gbpacking.sample import Sample
+from evenstep.gbpacking.sample import Sample, tensors_of
 from evenstep.gbpacking.stage import ModelGroups
 from evenstep.gbpacking.step_lengths import StepLengths
 from evenstep.gbpacking.step_plan import StepRules, deliveries
 from evenstep.gbpacking.step_reading import StepReader
 from evenstep.gbpacking.thd import pack_metadata, pack_microbatch
-from evenstep.serialize import FlatSample
 
 
 class PackedStep(NamedTuple):
@@ -94,7 +93,7 @@ class StepScheduler:
         arrivals = transfer.wait()
         packs: list[list[Sample]] = [[] for _ in plan.microbatches]
         for arrival in arrivals:
-            packs[arrival.dst_slot].append(_tensors(arrival.sample))
+            packs[arrival.dst_slot].append(tensors_of(arrival.sample))
         microbatches = [
             pack_microbatch(
                 samples,
@@ -120,7 +119,3 @@ class StepScheduler:
 
     def _packs(self, plan: PackingPlan) -> list[tuple[int, ...]]:
         return [packs[self._groups.dp.rank()] for packs in plan.microbatches]
-
-
-def _tensors(sample: FlatSample) -> Sample:
-    return {key: value for key, value in sample.items() if isinstance(value, torch.Tensor)}

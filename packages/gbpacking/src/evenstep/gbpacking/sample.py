@@ -17,6 +17,8 @@ from typing import Final, TypeAlias
 
 import torch
 
+from evenstep.serialize import FlatSample
+
 Sample: TypeAlias = dict[str, torch.Tensor]
 """One unpacked sample, or one micro-batch: tensors by name."""
 
@@ -136,6 +138,11 @@ def identity_collate(samples: Sequence[Sample]) -> list[Sample]:
 def folding_collate(samples: Sequence[Sample]) -> list[Sample]:
     """Like `identity_collate`, with the alignment padding of each sample folded into its length."""
     return [fold_alignment_padding(sample) for sample in samples]
+
+
+def tensors_of(sample: FlatSample) -> Sample:
+    """Return the tensors of a sample as it came from the exchange, which knows plain values too."""
+    return {key: value for key, value in sample.items() if isinstance(value, torch.Tensor)}
 
 
 def _row(

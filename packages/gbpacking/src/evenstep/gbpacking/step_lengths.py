@@ -24,6 +24,17 @@ class StepLengths:
     original: tuple[int, ...]
 
     @property
+    def holders(self) -> list[tuple[int, int]]:
+        """`(data-parallel rank, index among the samples that it read)` of each sample."""
+        read = [0] * len(self.counts[0])
+        holders = []
+        for counts in self.counts:
+            for rank, count in enumerate(counts):
+                holders += [(rank, read[rank] + i) for i in range(count)]
+                read[rank] += count
+        return holders
+
+    @property
     def token_sum(self) -> int:
         """Padded tokens of the step, exact."""
         return sum(self.padded)
