@@ -1,4 +1,4 @@
-"""The whole example: under torchrun, as a single process, and its two runs on three ranks."""
+"""The whole example: under torchrun, as a single process, and what it serves to three ranks."""
 
 import os
 import re
@@ -107,38 +107,24 @@ def test_bad_options_exit_with_code_2(
     assert capsys.readouterr().err == "train_vlm.py: error: --steps is 0: at least 1\n"
 
 
-def losses_of_both_runs(
-    rank: int, world_size: int, picture: str
-) -> tuple[list[float], list[float], list[list[int]]]:
+def served_samples(rank: int, world_size: int, picture: str) -> list[list[int]]:
     import torch
     import train_vlm as example
-    from rich.console import Console
     from vlm.options import parse_options
     from vlm.ranks import Ranks
 
     options = parse_options([*TINY, "--steps=3", "--batch-size=2", f"--picture={picture}"])
-    place = Ranks(rank, world_size, torch.device("cpu"))
-    quiet = Console(quiet=True)
-    loader = example.open_loader(options, place)
-    plain = example.train("plain", loader, loader, options, place, quiet)
-    loader = example.open_loader(options, place)
-    balanced = example.train(
-        "balanced", loader, example.balance(loader, options), options, place, quiet
-    )
-    served = [
-        batch["sample_index"].tolist()
-        for batch in example.balance(example.open_loader(options, place), options)
-    ]
-    return plain.losses.tolist(), balanced.losses.tolist(), served
+    loader = example.open_loader(options, Ranks(rank, world_size, torch.device("cpu")))
+    return [batch["sample_index"].tolist() for batch in example.balance(loader, options)]
 
 
-def test_three_ranks_serve_each_sample_once_and_train_the_same_model(
+def test_three_ranks_together_serve_each_sample_of_a_step_once(
     ranks: RankPools, tmp_path: Path
 ) -> None:
-    results = ranks(3).run(losses_of_both_runs, str(tmp_path / "loads.png"), deadline_s=120.0)
-    assert all(result[:2] == results[0][:2] for result in results)
-    plain, balanced, _ = results[0]
-    assert balanced == pytest.approx(plain, abs=FLOAT32_ROUNDING)
+    # Serving alone: an optimizer or DistributedDataParallel would cost each rank of the pool the
+    # import of torch's compiler, which is most of what these tests take.
+    by_rank = ranks(3).run(served_samples, str(tmp_path / "loads.png"))
     for step in range(3):
-        served = [index for result in results for index in result[2][step]]
+        served = [index for steps in by_rank for index in steps[step]]
         assert sorted(served) == list(range(6 * step, 6 * step + 6))
+    assert by_rank != [[[6 * s + 2 * r, 6 * s + 2 * r + 1] for s in range(3)] for r in range(3)]
