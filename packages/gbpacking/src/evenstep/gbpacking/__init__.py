@@ -8,6 +8,7 @@ from evenstep.gbpacking.choice import (
 )
 from evenstep.gbpacking.dynamic_groups import cp_group_of, destroy_cp_groups, prepare_cp_groups
 from evenstep.gbpacking.dynamic_plan import DynamicCpOptions
+from evenstep.gbpacking.dynamic_register import register_dynamic_with_megatron
 from evenstep.gbpacking.enabled import (
     DYNAMIC_CP_SCHEDULERS,
     dynamic_context_parallel_enabled,
@@ -81,6 +82,7 @@ __all__ = [
     "padding_multiple",
     "prepare_cp_groups",
     "probe_global_batch_packing_support",
+    "register_dynamic_with_megatron",
     "register_with_megatron",
     "slice_for_cp",
     "step_loss",

@@ -3,7 +3,7 @@
 import enum
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from evenstep.balance import PackingStrategy, SequenceLoad, Synchronize, plan_packing
@@ -37,21 +37,40 @@ def register_with_megatron(
         RuntimeError: If the installed Megatron-Core has no registry; releases have none, and run
             ours without being told.
     """
+    register(
+        _NAME,
+        based_on="dp_balanced",
+        derive=lambda base: _scheduler_class(base, load, synchronize, extra_microbatches),
+    )
+    return _NAME
+
+
+def register(name: str, *, based_on: str, derive: Callable[[type], type]) -> None:
+    """Put a scheduler into Megatron-Core's registry.
+
+    Args:
+        name: Its name.
+        based_on: The registered scheduler that it derives from.
+        derive: Makes its class from that one's.
+
+    Raises:
+        RuntimeError: If the installed Megatron-Core has no registry with that scheduler.
+    """
     try:
         scheduler_api()
         module = importlib.import_module("megatron.core.datasets.data_schedule")
         registry = module.scheduler_map
-        known = next(key for key in registry if getattr(key, "value", key) == "dp_balanced")
+        known = next(key for key in registry if getattr(key, "value", key) == based_on)
     except (ImportError, AttributeError, StopIteration) as error:
         raise RuntimeError(
             f"Megatron-Core {megatron_version()} has no scheduler registry to register with "
-            f"({error!r}); the entry points of evenstep.gbpacking run {_NAME} there by themselves"
+            f"that knows {based_on} ({error!r}); the entry points of evenstep.gbpacking run {name} "
+            "there by themselves"
         ) from error
-    key = _enum_member(type(known)) if isinstance(known, enum.Enum) else _NAME
-    registry[key] = _scheduler_class(registry[known], load, synchronize, extra_microbatches)
+    key = _enum_member(type(known), name) if isinstance(known, enum.Enum) else name
+    registry[key] = derive(registry[known])
     choice_for.cache_clear()
-    logger.info("registered %s with Megatron-Core %s", _NAME, megatron_version())
-    return _NAME
+    logger.info("registered %s with Megatron-Core %s", name, megatron_version())
 
 
 def _scheduler_class(
@@ -85,19 +104,19 @@ def _scheduler_class(
     return EvenstepBalancedScheduler
 
 
-def _enum_member(schedulers: type[enum.Enum]) -> enum.Enum:
-    """Return the member for our name, added to the enum if it is not there yet.
+def _enum_member(schedulers: type[enum.Enum], name: str) -> enum.Enum:
+    """Return the member for a name, added to the enum if it is not there yet.
 
     Python has no public way to extend an enum that has members. Megatron-Core looks schedulers up
     by member name or by value; both tables are filled.
     """
-    label = _NAME.upper()
+    label = name.upper()
     if label in schedulers.__members__:
         return schedulers[label]
     member = object.__new__(schedulers)
-    member._name_, member._value_ = label, _NAME
+    member._name_, member._value_ = label, name
     setattr(schedulers, label, member)
     schedulers._member_map_[label] = member
-    schedulers._value2member_map_[_NAME] = member
+    schedulers._value2member_map_[name] = member
     schedulers._member_names_.append(label)
     return member

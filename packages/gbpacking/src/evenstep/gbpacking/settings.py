@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from evenstep.gbpacking.choice import DYNAMIC_SCHEDULERS
+
 LOADER_TYPES: Final = ("single", "cyclic", "external")
 """Loaders that hand out one sample at a time. ("batch" pads a whole global batch to one length.)"""
 
@@ -41,6 +43,8 @@ class PackingSettings:
         variable_seq_lengths: Whether pipeline stages announce the shape of what they send.
         hybrid_context_parallel: Megatron-Core's own hybrid context parallelism.
         dynamic_context_parallel: Whether the CP size is chosen per micro-batch.
+        scheduler: Name of the packing scheduler, None if not to be checked.
+        data_parallel_size: Data-parallel ranks without CP, None if not known.
     """
 
     micro_batch_size: int
@@ -58,6 +62,8 @@ class PackingSettings:
     variable_seq_lengths: bool = False
     hybrid_context_parallel: bool = False
     dynamic_context_parallel: bool = False
+    scheduler: str | None = None
+    data_parallel_size: int | None = None
 
     @classmethod
     def from_model_config(
@@ -69,6 +75,7 @@ class PackingSettings:
         average_in_collective: bool,
         dataloader_type: str = "single",
         other_packing: tuple[str, ...] = (),
+        data_parallel_size: int | None = None,
     ) -> "PackingSettings":
         """Read from a Megatron-Core `TransformerConfig` what it knows, take the rest as arguments.
 
@@ -79,7 +86,9 @@ class PackingSettings:
             average_in_collective: Of Megatron-Core's `DistributedDataParallelConfig`.
             dataloader_type: Kind of loader.
             other_packing: Names of the other packing modes that are switched on.
+            data_parallel_size: Data-parallel ranks without CP, None if not known.
         """
+        scheduler = getattr(model_config, "sequence_packing_scheduler", None)
 
         def read(name: str, default: object) -> object:
             value = getattr(model_config, name, None)
@@ -106,12 +115,15 @@ class PackingSettings:
             variable_seq_lengths=read("variable_seq_lengths", False) is True,
             hybrid_context_parallel=read("hybrid_context_parallel", False) is True,
             dynamic_context_parallel=read("dynamic_context_parallel", False) is True,
+            scheduler=scheduler if isinstance(scheduler, str) else None,
+            data_parallel_size=data_parallel_size,
         )
 
 
 def packing_violations(settings: PackingSettings) -> list[Violation]:
     """Return every rule that the settings break, each with its remedy; empty if none."""
-    return [*_loss_and_loader(settings), *_capacity(settings), *_execution(settings)]
+    rules = (_loss_and_loader, _capacity, _execution, _dynamic_cp)
+    return [violation for rule in rules for violation in rule(settings)]
 
 
 def check_packing_settings(settings: PackingSettings) -> None:
@@ -217,4 +229,26 @@ def _execution(s: PackingSettings) -> Iterator[Violation]:
             group,
             f"an interleaved schedule needs at least the {s.pipeline_parallel_size} stages",
             f"set it to {s.pipeline_parallel_size} or more",
+        )
+
+
+def _dynamic_cp(s: PackingSettings) -> Iterator[Violation]:
+    wanted = s.scheduler in DYNAMIC_SCHEDULERS
+    if s.scheduler and wanted is not s.dynamic_context_parallel:
+        yield Violation(
+            "dynamic_context_parallel",
+            s.dynamic_context_parallel,
+            f"the scheduler {s.scheduler} {'chooses' if wanted else 'does not choose'} a CP size "
+            "per micro-batch",
+            f"set it to {wanted}, or name another scheduler",
+        )
+    ranks = s.context_parallel_size * (s.data_parallel_size or 0)
+    capacity = s.max_seqlen_per_dp_cp_rank or 0
+    if s.dynamic_context_parallel and 0 < capacity * ranks < s.max_sequence_length:
+        yield Violation(
+            "max_seqlen_per_dp_cp_rank",
+            capacity,
+            f"times the {ranks} data- and context-parallel ranks it must cover the longest "
+            f"sample, {s.max_sequence_length} tokens",
+            f"set it to at least {-(-s.max_sequence_length // ranks)}, or drop longer samples",
         )
