@@ -62,7 +62,7 @@ def _row(
     case: Fixed, draws: Sequence[Sequence[int]], synchronize: Synchronize, target: float
 ) -> Row:
     by_scheduler = {
-        scheduler: _on_ranks(
+        scheduler: on_ranks(
             case.num_ranks, partial(_pack_draws, case, draws, scheduler, synchronize)
         )
         for scheduler in ("evenstep_balanced", "dp_balanced")
@@ -130,9 +130,9 @@ def _over_ideal(ranks: Sequence[RankStep], synchronize: Synchronize) -> float:
 
 def _loss() -> Iterator[Row]:
     num_samples = 2 * NUM_MICROBATCHES
-    expected = _on_ranks(1, partial(_unpacked, num_samples))[0]
+    expected = on_ranks(1, partial(_unpacked, num_samples))[0]
     for scheduler in ("evenstep_balanced", "dp_balanced"):
-        found = _on_ranks(2, partial(_packed, scheduler))[0]
+        found = on_ranks(2, partial(_packed, scheduler))[0]
         yield row(
             "loss, packed on 2 ranks against unpacked on 1: relative difference",
             scheduler,
@@ -159,7 +159,7 @@ def _draw(case: Fixed, seed: int, trace: Sequence[int]) -> list[int]:
     return long_lengths(case.num_sequences, rng, longest=case.capacity)
 
 
-def _on_ranks(num_ranks: int, work: Callable[[int, int], Result]) -> list[Result]:
+def on_ranks(num_ranks: int, work: Callable[[int, int], Result]) -> list[Result]:
     """Call `work(rank, num_ranks)` on that many ranks over Gloo; return their results in order."""
     with (
         rendezvous_file() as rendezvous,
