@@ -45,6 +45,7 @@ from evenstep.reorder_buffer.presets import (
 )
 from evenstep.reorder_buffer.reader import Stateful
 from evenstep.reorder_buffer.ready_costs import ImageCost, TextAndImageCost, TextCost
+from evenstep.reorder_buffer.report import write_report
 from evenstep.reorder_buffer.sample_list import SAMPLE_LIST, SampleListLayout
 from evenstep.reorder_buffer.state import StateDict
 from evenstep.reorder_buffer.stats import OnWindow, SlotLoads, WindowSeconds, WindowStats
@@ -143,4 +144,5 @@ __all__ = [
     "to_log",
     "to_tensorboard",
     "window_cost_spread",
+    "write_report",
 ]
