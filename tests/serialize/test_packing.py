@@ -59,6 +59,20 @@ def test_every_dtype_may_be_transposed_or_large(dtype: torch.dtype) -> None:
     assert same(round_trip(flat), flat)
 
 
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_large_tensors_come_back_whatever_copies_them(num_threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        flat: TensorSample = {
+            "large": filled(torch.uint8, 2**20 + 3),
+            "small": filled(torch.int32, 3),
+        }
+        assert same(round_trip(flat), flat)
+    finally:
+        torch.set_num_threads(before)
+
+
 @given(st.lists(tensor_samples, max_size=4))
 def test_samples_lie_end_to_end(flats: list[TensorSample]) -> None:
     layouts = [sample_layout(flat) for flat in flats]
