@@ -206,7 +206,9 @@ def test_ours_returns_megatrons_rerun_iterator_which_replays() -> None:
         again = [next(packed) for _ in range(count)]
     finally:
         state.mode = mode
-    assert all(one is other for one, other in zip(first, again, strict=True))
+    for one, other in zip(first, again, strict=True):  # some releases replay copies
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[key]) for key, value in one.items())
 
 
 def test_interleaved_chunks_get_an_iterator_each_and_strip_what_they_do_not_read() -> None:
