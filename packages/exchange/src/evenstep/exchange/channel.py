@@ -30,9 +30,12 @@ class Channel:
         self._group = group
         self._world_size = world_size
         self._capacity = capacity
+        self._pending: tuple[dist.Work, list[memoryview]] | None = None
 
     def gather(self, message: bytes, patience: Patience, *, doing: str) -> list[memoryview]:
         """Send `message` to every rank and return the messages of all, in rank order.
+
+        After an interrupt, such as Ctrl-C, the same call again goes on where it was.
 
         Raises:
             ProtocolError: If a message has an impossible length; on every rank alike.
@@ -53,6 +56,20 @@ class Channel:
             self._capacity = fitting
 
     def _exchange_frames(self, message: bytes, patience: Patience, doing: str) -> list[memoryview]:
+        if self._pending is None:
+            self._pending = self._start(message, doing)
+        work, frames = self._pending
+        patience.wait(
+            work,
+            self._group,
+            doing=doing,
+            # No message is empty, so a length that is still zero has not arrived.
+            absent=lambda: [rank for rank, frame in enumerate(frames) if not _length(frame)],
+        )
+        self._pending = None
+        return frames
+
+    def _start(self, message: bytes, doing: str) -> tuple[dist.Work, list[memoryview]]:
         fitting = message[: self._capacity - _LENGTH.size]  # the rest goes in a second attempt
         frame = (_LENGTH.pack(len(message)) + fitting).ljust(self._capacity, b"\0")
         sent = torch.frombuffer(bytearray(frame), dtype=torch.uint8).repeat(self._world_size)
@@ -64,14 +81,7 @@ class Channel:
         work = start_all_to_all(
             torch.frombuffer(received, dtype=torch.uint8), sent, self._group, doing=doing
         )
-        patience.wait(
-            work,
-            self._group,
-            doing=doing,
-            # No message is empty, so a length that is still zero has not arrived.
-            absent=lambda: [rank for rank, frame in enumerate(frames) if not _length(frame)],
-        )
-        return frames
+        return work, frames
 
     def _check(self, lengths: list[int], doing: str) -> None:
         for rank, length in enumerate(lengths):

@@ -87,6 +87,7 @@ class Rounds:
         self._number = 0
         self._broken: ExchangeError | None = None
         self.failed = False
+        self._unheard: tuple[Kind, bytes] | None = None
 
     def gather(self, kind: Kind, make: Callable[[], tuple[T, bytes]]) -> tuple[T, list[memoryview]]:
         """Run one round: report what `make` returns, or that it failed, and hear all ranks.
@@ -128,8 +129,14 @@ class Rounds:
         Args:
             error: Why; the peers' `gather` raises its text.
         """
-        if not self.failed:
-            with contextlib.suppress(ExchangeError):
+        with contextlib.suppress(ExchangeError):
+            if (
+                self._unheard is not None
+            ):  # peers wait in the round that an interrupt has ended here
+                self._broken = None
+                kind, frame = self._unheard
+                self._check(kind, self._exchange(kind, frame))
+            if not self.failed:
                 self._check_usable()
                 self._tell(Kind.OFFER, error)
 
@@ -198,9 +205,19 @@ class Rounds:
         self._number += 1
         if not self._channels:
             return [memoryview(frame)]
+        return self._exchange(kind, frame)
+
+    def _exchange(self, kind: Kind, frame: bytes) -> list[memoryview]:
         channel = self._channels[self._number % 2]
+        self._unheard = kind, frame
         with self.breaking():  # an interrupted round leaves its collective behind
-            return channel.gather(frame, self._patience, doing=_DOING[kind])
+            try:
+                messages = channel.gather(frame, self._patience, doing=_DOING[kind])
+            except ExchangeError:
+                self._unheard = None  # and never will be
+                raise
+        self._unheard = None
+        return messages
 
     def _check(self, kind: Kind, frames: list[memoryview]) -> None:
         headers = [_unpack_header(frame, rank) for rank, frame in enumerate(frames)]
