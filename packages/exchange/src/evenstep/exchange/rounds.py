@@ -130,9 +130,8 @@ class Rounds:
             error: Why; the peers' `gather` raises its text.
         """
         with contextlib.suppress(ExchangeError):
-            if (
-                self._unheard is not None
-            ):  # peers wait in the round that an interrupt has ended here
+            if self._unheard is not None:
+                # An interrupt ended this round here, but the peers are in it still.
                 self._broken = None
                 kind, frame = self._unheard
                 self._check(kind, self._exchange(kind, frame))
