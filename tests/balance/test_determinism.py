@@ -10,8 +10,8 @@ import pytest
 import evenstep.balance
 from tests.balance.plan_digest import plan_digest
 
-DIGEST = "9bd02da3b51b1668cf29100299dbfe503f475d02cd0b2dc3466335c4827d16d8"
-"""Of all plans of `plan_digest`, asserted by whichever Python runs the tests."""
+DIGEST = "361972239c261252aa22c1907fcf0fadf8da8fa7b1a5638fee0084f1911927b9"
+"""Of all plans of `plan_digest`. CI asserts it under every supported Python."""
 
 SOURCES = Path(evenstep.balance.__file__).parents[2]
 
@@ -34,29 +34,6 @@ def test_plans_are_those_of_every_other_machine() -> None:
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4242"])
 def test_plans_do_not_depend_on_the_hash_seed(hash_seed: str) -> None:
     assert run_digest(sys.executable, hash_seed) == DIGEST
-
-
-@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
-def test_plans_do_not_depend_on_the_python_version(version: str) -> None:
-    python = find_python(version)
-    if python is None:
-        pytest.skip(f"there is no python{version} here; CI runs this file under each of them")
-    assert run_digest(python, "7") == DIGEST
-
-
-def find_python(version: str) -> str | None:
-    """Return an interpreter of that version that really starts (a pyenv shim may not)."""
-    command = f"python{version}"
-    try:
-        done = subprocess.run(
-            [command, "-c", "import sys; print(sys.executable)"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def test_importing_loads_no_heavy_module() -> None:

@@ -1,60 +1,53 @@
 """Least move: reach a largest load while as little cost as possible leaves its home group.
 
-Groups keep their counts, so samples move by swaps: a heavy group gives `x`, a light one gives `y`
-in return, and `x + y` is moved to shift a load of `x - y`. Text-only or short samples make cheap
-company for a heavy one. The search:
+Groups keep their counts, so samples move by exchanges: a heavy group gives `x`, a light one gives
+`y` in return, and `x + y` is moved to shift a load of `x - y`. Text-only or short samples make
+cheap company for a heavy one. The search:
 
 1. A group whose costliest sample leaves room for nothing but the smallest ones is served first.
-2. The heaviest group swaps with whichever light group costs least to use, where load that stays
-   above the limit counts `PATIENCE` times; and again, until no group is above the limit.
+2. The heaviest group swaps one sample with whichever light group costs least to use, where load
+   that stays above the limit counts `PATIENCE` times; where no swap helps, two for two samples,
+   three for three; and again, until no group is above the limit.
 3. If that gets stuck, the exchanges of `refine` finish the job; if those fail too, the groups that
    proved the limit reachable are taken instead, each at the home it shares most cost with.
-4. Samples away from home go back wherever a swap allows it within the limit.
+4. Samples away from home go back wherever an exchange allows it within the limit (`send_home`):
+   one for one, then up to three for three.
 
 With nodes, cost that leaves its node counts `CROSSING` times. Everything is decided by costs and
 indices alone, in a fixed order.
 """
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import fsum, inf
-from typing import NamedTuple
 
 from evenstep.balance.order import decreasing, unranked
+from evenstep.balance.placement import CROSSING, Exchange, Placement
 from evenstep.balance.refine import Refinement
+from evenstep.balance.send_home import send_home
 
-PATIENCE = (4.0, 2.0, 8.0)
-"""Weight of load that a swap leaves above the limit, against cost that it moves: one per start."""
+PATIENCE = (3.0, 2.0, 8.0)
+"""Weight of load that an exchange leaves above the limit, against cost that it moves: one per
+start."""
 
-MAX_RESTART = 512
-"""Samples up to which all starts are made, and the one that moves least wins."""
+THOROUGH = 512
+"""Samples up to which all starts are made, and the one that moves least is improved further."""
 
-CROSSING = 4.0
-"""Weight of cost that leaves its node, against cost that moves inside it."""
+LARGEST = 3
+"""Most samples that a group gives in one exchange."""
 
 MIN_PROGRESS = 1e-6
-"""Share of the load above the limit that a swap takes off at least."""
-
-MIN_GAIN = 1e-9
-"""Relative gain below which sending a sample home is rounding, not progress."""
+"""Share of the load above the limit that an exchange takes off at least."""
 
 PARTNERS = 12
-"""Lightest groups that are asked for a swap before all are."""
+"""Lightest groups that are asked for an exchange before all are."""
 
 SMALLEST = 3
 """Smallest samples of a light group that may be given in return, before all may."""
 
 TIGHT = 0.95
 """A group is served first if its costliest sample and the smallest fill this share of the limit."""
-
-
-class Swap(NamedTuple):
-    """A possible swap: the light group, and the places of both samples in their groups."""
-
-    light: int
-    given: int
-    taken: int
 
 
 def least_move_groups(
@@ -77,199 +70,159 @@ def least_move_groups(
     Returns:
         The samples of each group, by index.
     """
-    starts = PATIENCE if len(costs) <= MAX_RESTART else PATIENCE[:1]
-    found = [_searched(costs, homes, limit, reachable, groups_per_node, p) for p in starts]
-    best = min(found, key=_Search.price)
-    return [sorted(i for _, i in members) for members in best.members]
-
-
-def _searched(
-    costs: Sequence[float],
-    homes: Sequence[int],
-    limit: float,
-    reachable: Sequence[Sequence[int]],
-    groups_per_node: int | None,
-    patience: float,
-) -> "_Search":
-    """Return the groups at the end of one search."""
     at_home: list[list[int]] = [[] for _ in reachable]
     for i, home in enumerate(homes):
         at_home[home].append(i)
-    search = _Search(costs, homes, limit, groups_per_node, at_home)
-    search.seat_tight_groups()
-    if not search.lower(patience):
-        groups = search.refined() or _at_home(costs, homes, reachable)
-        search = _Search(costs, homes, limit, groups_per_node, groups)
-    search.send_home()
-    return search
+    few = len(costs) <= THOROUGH
+    found = []
+    for patience in PATIENCE if few else PATIENCE[:1]:
+        search = _Search(Placement(costs, homes, at_home, groups_per_node), limit)
+        search.seat_tight_groups()
+        placement = search.placement
+        if not search.lower(patience):
+            groups = search.refined() or _nearest_homes(costs, homes, reachable)
+            placement = Placement(costs, homes, groups, groups_per_node)
+        send_home(placement, limit, 1)
+        found.append(placement)
+    best = min(found, key=Placement.price)
+    if few:
+        send_home(best, limit, LARGEST)
+    return [sorted(i for _, i in members) for members in best.members]
 
 
 class _Search:
-    """The groups while samples move; the members of a group are (cost, index), rising."""
+    """Brings a placement below the limit."""
 
-    def __init__(
-        self,
-        costs: Sequence[float],
-        homes: Sequence[int],
-        limit: float,
-        groups_per_node: int | None,
-        groups: Sequence[Sequence[int]],
-    ) -> None:
-        self.costs, self.homes, self.limit = costs, homes, limit
-        self.nodes = groups_per_node is not None
-        self.groups_per_node = groups_per_node or len(groups)
-        self.members = [[(costs[i], i) for i in group] for group in groups]
-        self.group_of = list(homes)
-        for g, group in enumerate(groups):
-            for i in group:
-                self.group_of[i] = g
-        for members in self.members:
-            members.sort()
-        self.loads = [fsum(cost for cost, _ in members) for members in self.members]
-        self.rising = sorted((load, g) for g, load in enumerate(self.loads))
+    def __init__(self, placement: Placement, limit: float) -> None:
+        self.placement, self.limit = placement, limit
         self.seated: set[int] = set()
 
     def seat_tight_groups(self) -> None:
         """Give groups that have room for nothing but the smallest samples just those."""
-        smallest = sorted((cost, i) for i, cost in enumerate(self.costs))
+        placement = self.placement
+        smallest = sorted((cost, i) for i, cost in enumerate(placement.costs))
         tight = []
-        for g, members in enumerate(self.members):
-            if self.loads[g] > self.limit:
+        for g, members in enumerate(placement.members):
+            if placement.loads[g] > self.limit:
                 company = fsum(cost for cost, _ in islice(smallest, len(members) - 1))
                 if members[-1][0] + company > TIGHT * self.limit:
                     tight.append((-members[-1][0], g))
         for _, g in sorted(tight):
+            members = placement.members[g]
             for cost, i in smallest:
-                excess = self.loads[g] - self.limit
+                excess = placement.loads[g] - self.limit
                 if excess <= 0:
                     break
-                other = self.group_of[i]
+                other = placement.group_of[i]
                 if other == g or other in self.seated:
                     continue
-                members = self.members[g]
                 place = min(bisect_left(members, (excess + cost, -1)), len(members) - 2)
                 if place < 0 or members[place][0] <= cost:
                     break
-                self._swap(g, place, other, self.members[other].index((cost, i)))
+                placement.apply(Exchange(g, (members[place][1],), other, (i,)))
             self.seated.add(g)
 
-    def price(self) -> float:
-        """Return the cost away from home, weighted where it left its node."""
-        return fsum(self._weight(i, g) for i, g in enumerate(self.group_of))
-
     def lower(self, patience: float) -> bool:
-        """Swap until no group is above the limit; return whether that succeeded."""
-        if self.nodes:
+        """Exchange until no group is above the limit; return whether that succeeded."""
+        placement = self.placement
+        if placement.has_nodes:
             patience *= CROSSING - 1  # moved cost weighs more there
-        while self.rising[-1][0] > self.limit:
-            heavy = self.rising[-1][1]
-            swap = self._best_swap(heavy, patience, PARTNERS, SMALLEST)
-            if swap is None:
-                n_groups, size = len(self.members), len(self.members[heavy])
-                swap = self._best_swap(heavy, patience, n_groups, size)
-            if swap is None:
+        while placement.rising[-1][0] > self.limit:
+            heavy = placement.rising[-1][1]
+            exchange = self._best_exchange(heavy, patience, 1, PARTNERS, SMALLEST)
+            if not exchange:
+                exchange = self._best_exchange(heavy, patience, 1, len(placement.loads))
+            for size in placement.sizes(heavy, LARGEST):
+                exchange = exchange or self._best_exchange(heavy, patience, size, PARTNERS)
+            if not exchange:
                 return False
-            self._swap(heavy, swap.given, swap.light, swap.taken)
+            placement.apply(exchange)
         return True
 
     def refined(self) -> list[list[int]] | None:
         """Let `refine` bring the groups below the limit; return them, or None if it fails."""
-        order = decreasing(self.costs)
-        groups: list[list[int]] = [[] for _ in self.members]
+        placement = self.placement
+        order = decreasing(placement.costs)
+        groups: list[list[int]] = [[] for _ in placement.members]
         for rank, i in enumerate(order):
-            groups[self.group_of[i]].append(rank)
+            groups[placement.group_of[i]].append(rank)
         size = len(groups[0])
-        falling = [self.costs[i] for i in order]
+        falling = [placement.costs[i] for i in order]
         search = Refinement(falling, groups, least=size, most=size, target=self.limit)
         refined = unranked(order, search.run())
         return refined if max(search.loads) <= self.limit else None
 
-    def send_home(self) -> None:
-        """Swap samples back to their homes as long as that saves moved cost."""
-        while True:
-            away = [i for i, g in enumerate(self.group_of) if g != self.homes[i]]
-            returned = [self._send_home(i) for i in sorted(away, key=lambda i: (-self.costs[i], i))]
-            if not any(returned):
-                return
+    def _best_exchange(
+        self,
+        heavy: int,
+        patience: float,
+        size: int,
+        n_partners: int,
+        n_smallest: int | None = None,
+    ) -> Exchange | None:
+        """Return the exchange of lowest price that gets `heavy` closer to the limit.
 
-    def _send_home(self, i: int) -> bool:
-        """Swap sample `i` with the one whose leaving its home saves most, if any does."""
-        here, home, cost = self.group_of[i], self.homes[i], self.costs[i]
-        best, saved = -1, self.limit * MIN_GAIN
-        limit = self.limit * (1 - MIN_GAIN)  # sums that round stay below the limit itself
-        room, spare = limit - self.loads[home], limit - self.loads[here]
-        weight = self._weight(i, here)
-        for place, (other_cost, other) in enumerate(self.members[home]):
-            if -spare <= cost - other_cost <= room and i != other:
-                price = self._weight(other, here) - self._weight(other, home)
-                if weight - price > saved:
-                    best, saved = place, weight - price
-        if best < 0:
-            return False
-        self._swap(here, self.members[here].index((cost, i)), home, best)
-        return True
-
-    def _weight(self, i: int, group: int) -> float:
-        """Return what having sample `i` in `group` costs: nothing at home, most in other nodes."""
-        home = self.homes[i]
-        if group == home:
-            return 0.0
-        same_node = group // self.groups_per_node == home // self.groups_per_node
-        return self.costs[i] if same_node else self.costs[i] * CROSSING
-
-    def _best_swap(
-        self, heavy: int, patience: float, n_partners: int, n_smallest: int
-    ) -> Swap | None:
-        """Return the swap of lowest price that gets `heavy` closer to the limit."""
-        members, excess = self.members[heavy], self.loads[heavy] - self.limit
-        costs = [cost for cost, _ in members]
-        leaving = [self._weight(i, heavy) for _, i in members]
+        Args:
+            heavy: A group above the limit.
+            patience: Weight of load that stays above the limit.
+            size: Samples that either group gives.
+            n_partners: Lightest groups that are asked.
+            n_smallest: Cheapest subsets of a light group that are considered; None: all.
+        """
+        placement, weight = self.placement, self.placement.weight
+        excess = placement.loads[heavy] - self.limit
+        costs, leaving, samples = placement.subsets(heavy, size)
         tolerable = excess * (1 - MIN_PROGRESS)
+        native = not any(leaving)  # then `shifted + 2 * taken_cost` at least is moved
         lowest, best = inf, None
         for light in self._partners(heavy, n_partners):
-            room = self.limit - self.loads[light]
-            for taken, (taken_cost, other) in enumerate(self.members[light][:n_smallest]):
-                returned = self._weight(other, heavy) - self._weight(other, light)
-                # Just enough, and the most that fits or the least that does not.
-                fits = bisect_right(costs, taken_cost + min(room, excess))
-                for given in (bisect_left(costs, excess + taken_cost), fits - 1, fits):
-                    if not 0 <= given < len(costs):
-                        continue
-                    shift = costs[given] - taken_cost
+            room = self.limit - placement.loads[light]
+            shifted = min(excess, room)
+            floor = patience * (excess - shifted) + shifted if native else -inf
+            listed = zip(*placement.subsets(light, size), strict=True)
+            for taken_cost, taken_leaving, taken in islice(listed, n_smallest):
+                if floor + 2 * taken_cost >= lowest and not taken_leaving:
+                    continue
+                for at in _places(costs, taken_cost + shifted, taken_cost + excess):
+                    shift = costs[at] - taken_cost
                     above = excess - shift if shift < excess else 0.0
                     if shift > room:
                         above += shift - room
-                    price = patience * above - leaving[given] + returned
+                    price = patience * above - leaving[at] - taken_leaving
                     if above > tolerable or price >= lowest:
                         continue
-                    price += self._weight(members[given][1], light)
+                    for i in samples[at]:
+                        price += weight(i, light)
+                    for i in taken:
+                        price += weight(i, heavy)
                     if price < lowest:
-                        lowest, best = price, Swap(light, given, taken)
+                        lowest, best = price, Exchange(heavy, samples[at], light, taken)
         return best
 
-    def _partners(self, heavy: int, count: int) -> list[int]:
-        """Return the `count` lightest groups with room, and those of the same node."""
-        node = heavy // self.groups_per_node
-        return [
-            g
-            for at, (load, g) in enumerate(self.rising)
-            if load < self.limit
-            and g not in self.seated
-            and (at < count or (self.nodes and g // self.groups_per_node == node))
-        ]
-
-    def _swap(self, one: int, place: int, other: int, other_place: int) -> None:
-        """Swap two samples, given as places in the members of their groups."""
-        given, taken = self.members[one].pop(place), self.members[other].pop(other_place)
-        for group, member in ((one, taken), (other, given)):
-            insort(self.members[group], member)
-            self.group_of[member[1]] = group
-            self.rising.remove((self.loads[group], group))
-            self.loads[group] = fsum(cost for cost, _ in self.members[group])
-            insort(self.rising, (self.loads[group], group))
+    def _partners(self, heavy: int, count: int) -> Iterator[int]:
+        """Yield the `count` lightest groups with room, and those of the same node."""
+        placement = self.placement
+        per_node = placement.groups_per_node
+        for at, (load, g) in enumerate(placement.rising):
+            if load >= self.limit or (at >= count and not placement.has_nodes):
+                return
+            if g not in self.seated and (at < count or g // per_node == heavy // per_node):
+                yield g
 
 
-def _at_home(
+def _places(rising: Sequence[float], fitting: float, enough: float) -> list[int]:
+    """Return the places of the most that is `fitting`, of the next, and of just `enough`."""
+    after = bisect_right(rising, fitting)
+    places = [after - 1] if after else []
+    if after < len(rising):
+        places.append(after)
+        least = bisect_left(rising, enough, after)
+        if after < least < len(rising):
+            places.append(least)
+    return places
+
+
+def _nearest_homes(
     costs: Sequence[float], homes: Sequence[int], groups: Sequence[Sequence[int]]
 ) -> list[list[int]]:
     """Return the groups reordered so that each stands at a home it shares much cost with.
