@@ -1,9 +1,9 @@
 """Check on a single GPU, with world size 1, what a CPU cannot show of the exchange.
 
-Run it where a GPU is at hand: `python benchmarks/gpu/exchange_check.py`. It prints one line per
-check and exits 1 if one fails. With one rank nothing changes its rank, so the checks drive the parts
-that samples pass through (`Payload`, `PayloadGroup`) with a plan in which rank 0 sends to itself:
-the bytes are packed, go through NCCL or Gloo, and come back as views.
+Run it where a GPU is at hand (`python benchmarks/gpu/exchange_check.py`). It prints one line per
+check and exits 1 if one fails. With one rank no sample changes its rank, so the checks drive the
+parts that samples pass through (`Payload`, `PayloadGroup`) with a plan in which rank 0 sends to
+itself: the bytes are packed, go through NCCL or Gloo, and come back as views.
 """
 
 import sys
