@@ -6,7 +6,7 @@ makes such groups where it is started with hybrid (releases) or dynamic (dev) co
 they are taken from there. The others are made here, by their members alone, smallest size first.
 """
 
-import importlib
+import sys
 from collections.abc import Iterable
 from typing import Final
 
@@ -82,10 +82,8 @@ def _new_group(members: list[int], backend: str) -> ProcessGroup:
 
 def _megatrons_group(members: list[int]) -> ProcessGroup | None:
     """Return the group of exactly these ranks that Megatron-Core has made, None if it has not."""
-    try:
-        state = importlib.import_module("megatron.core.parallel_state")
-    except ImportError:
-        return None
+    # Never imported for this: where it was not, it has made no groups.
+    state = sys.modules.get("megatron.core.parallel_state")
     for name in _MEGATRON_GETTERS:
         getter = getattr(state, name, None)
         if getter is None:
