@@ -22,7 +22,7 @@ class Balanced(HTMLParser):
         self.text: list[str] = []
         self.polylines: list[str] = []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag: str, _attrs: list[tuple[str, str | None]]) -> None:
         if tag not in VOID:
             self.open.append(tag)
 

@@ -47,8 +47,9 @@ class TextCost:
         if isinstance(value, list | tuple):
             value = torch.tensor(value)
         if not isinstance(value, torch.Tensor):
+            found = repr(value) if self.field in flat else "missing"
             raise ValueError(
-                f"field {self.field!r} is {'missing' if self.field not in flat else value!r}; "
+                f"field {self.field!r} is {found}; "
                 "TextCost counts a sample's tokens in it, so name a field that tells them, for "
                 "example TextCost(field='input_ids', ignore=pad_token_id)"
             )

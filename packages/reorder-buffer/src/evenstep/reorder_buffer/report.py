@@ -30,7 +30,7 @@ _PAGE = Template("""<!DOCTYPE html>
   h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.05rem; margin: 2rem 0 .3rem; }
   p { margin: .2rem 0 .6rem; color: var(--faint); max-width: 46rem; }
   dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: 1rem;
-    margin: 1.5rem 0; }
+    margin: 1.5rem 0; align-items: end; }
   dt { color: var(--faint); } dd { margin: 0; font-size: 1.5rem; font-weight: 600; }
   svg { width: 100%; height: auto; } svg text { fill: var(--faint); font-size: 12px; }
   table { border-collapse: collapse; } th, td { padding: .2rem 1rem .2rem 0; text-align: right; }
