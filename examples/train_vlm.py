@@ -15,6 +15,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
+
+from evenstep.reorder_buffer import (
+    OnWindow,
+    ReorderingBuffer,
+    SampleCost,
+    WindowStats,
+    build_module_dp_process_groups,
+)
 from vlm.layout import (
     IMAGE_TOKEN,
     MERGE_SIDE,
@@ -26,15 +34,9 @@ from vlm.layout import (
 from vlm.model import VisionLanguageModel, training_gflop
 from vlm.options import OptionError, Options, parse_options
 from vlm.ranks import Ranks, agreed, joined_ranks
-from vlm.record import RunRecord, StepRecord, Timed, gather_run
+from vlm.record import RunRecord, StepRecord, gather_run
 from vlm.report import count_steps, results_table, save_picture
 from vlm.workload import Workload
-
-from evenstep.reorder_buffer import (
-    ReorderingBuffer,
-    SampleCost,
-    build_module_dp_process_groups,
-)
 
 WARM_UP_STEPS = 2  # the first steps of a process are slow, whatever it trains
 
@@ -51,27 +53,27 @@ def main() -> None:
         console.print(f"ranks: {ranks.num_ranks} ({ranks.device.type}), steps: {options.steps}")
 
         warm_up = dataclasses.replace(options, steps=WARM_UP_STEPS)
-        loader = open_loader(warm_up, ranks)
-        train("warm-up", loader, loader, warm_up, ranks, Console(quiet=True))
+        train("warm-up", open_loader(warm_up, ranks), warm_up, ranks, Console(quiet=True))
+        plain = train("as it comes", open_loader(options, ranks), options, ranks, console)
 
-        loader = open_loader(options, ranks)
-        plain = train("as it comes", loader, loader, options, ranks, console)
-
-        loader = open_loader(options, ranks)
-        batches = balance(loader, options)
-        balanced = train("balanced", loader, batches, options, ranks, console)
+        windows: list[WindowStats] = []
+        batches = balance(open_loader(options, ranks), options, windows.append)
+        balanced = train("balanced", batches, options, ranks, console)
 
         if ranks.rank == 0:
-            console.print(results_table(plain, balanced))
+            exchange_s = sum(exchange_seconds(window) for window in windows) / options.steps
+            console.print(results_table(plain, balanced, exchange_s))
             save_picture(plain, balanced, options.picture)
             console.print(f"Load per rank: {options.picture}", soft_wrap=True)
 
 
-def balance(batches: Iterator[Batch], options: Options) -> Iterator[Batch]:
+def balance(batches: Iterator[Batch], options: Options, on_window: OnWindow) -> Iterator[Batch]:
     """Put the reordering buffer in front of a loader: all that evenstep adds to a training run."""
     encoder_gflop, language_gflop = training_gflop(VisionLanguageModel(options.model))
     assert dist.group.WORLD is not None  # joined_ranks has made it
-    dp_rank, dp_size, gloo, nccl = build_module_dp_process_groups(dist.group.WORLD, overlap=False)
+    dp_rank, dp_size, gloo, nccl = build_module_dp_process_groups(
+        dist.group.WORLD, overlap=options.overlap
+    )
     return ReorderingBuffer(
         batches,
         dp_rank=dp_rank,
@@ -85,21 +87,17 @@ def balance(batches: Iterator[Batch], options: Options) -> Iterator[Batch]:
         ),
         dp_group_gloo=gloo,
         dp_group_nccl=nccl,
-        overlap=False,
+        overlap=options.overlap,
         image_count_of=images_per_sample,
         window_size=options.window,
+        on_window=on_window,
     )
 
 
 def train(
-    name: str,
-    loader: Timed[Batch],
-    batches: Iterator[Batch],
-    options: Options,
-    ranks: Ranks,
-    console: Console,
+    name: str, batches: Iterator[Batch], options: Options, ranks: Ranks, console: Console
 ) -> RunRecord:
-    """Train from the seed on `batches`, which read from `loader` or are it."""
+    """Train from the seed on `batches`."""
     torch.manual_seed(options.seed)
     model = VisionLanguageModel(options.model).to(ranks.device)
     gflop = training_gflop(model)
@@ -107,16 +105,16 @@ def train(
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=options.learning_rate)
     records = []
     for _ in count_steps(name, options.steps, console):
-        start, loader_start = time.perf_counter(), loader.seconds
+        start = time.perf_counter()
         batch = next(batches)
-        exchange_s = time.perf_counter() - start - (loader.seconds - loader_start)
+        wait_s = time.perf_counter() - start
         loss_sum, loss_tokens = train_step(ddp, optimizer, to_device(batch, ranks.device), ranks)
         step_s = time.perf_counter() - start
         home_rank = batch["sample_index"] // options.batch_size % ranks.num_ranks
         records.append(
             StepRecord(
                 step_s=step_s,
-                exchange_s=exchange_s,
+                wait_s=wait_s,
                 load_gflop=load_of(batch, gflop),
                 samples=len(home_rank),
                 moved_samples=int((home_rank != ranks.rank).sum()),
@@ -153,16 +151,20 @@ def load_of(batch: Batch, gflop: tuple[float, float]) -> float:
     return patches * gflop[0] + tokens * gflop[1]
 
 
-def open_loader(options: Options, ranks: Ranks) -> Timed[Batch]:
+def exchange_seconds(window: WindowStats) -> float:
+    """Return what the exchange of a window took on this rank, reading and costing left out."""
+    seconds = window.seconds
+    return seconds.control + seconds.pack + seconds.transfer + seconds.merge
+
+
+def open_loader(options: Options, ranks: Ranks) -> Iterator[Batch]:
     """Start this rank's share of the stream from its beginning."""
     workload = Workload(seed=options.seed, scale=options.scale, image_sizes=options.image_sizes)
-    return Timed(
-        workload.micro_batches(
-            rank=ranks.rank,
-            num_ranks=ranks.num_ranks,
-            batch_size=options.batch_size,
-            num_batches=options.steps,
-        )
+    return workload.micro_batches(
+        rank=ranks.rank,
+        num_ranks=ranks.num_ranks,
+        batch_size=options.batch_size,
+        num_batches=options.steps,
     )
 
 

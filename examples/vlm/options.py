@@ -35,6 +35,7 @@ class Options:
     steps: int
     batch_size: int
     window: int
+    overlap: bool
     scale: int
     model: ModelConfig
     learning_rate: float
@@ -88,6 +89,7 @@ def parse_options(arguments: list[str]) -> Options:
         steps=given.steps,
         batch_size=given.batch_size,
         window=given.window,
+        overlap=given.overlap,
         scale=given.scale,
         learning_rate=given.learning_rate,
         seed=given.seed,
@@ -110,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=1,
         help="steps whose micro-batches are exchanged together; each step is balanced by itself",
+    )
+    add(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="exchange the next window while the current one is computed",
     )
     add(
         "--scale",

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -57,7 +58,7 @@ def agreed(value: Value | ValueError, ranks: Ranks) -> Value:
     first = torch.tensor(ranks.rank if failed else ranks.num_ranks, device=ranks.device)
     dist.all_reduce(first, op=dist.ReduceOp.MIN)
     if first == ranks.rank:
-        print(f"train_vlm.py: error: {value}", file=sys.stderr, flush=True)
+        print(f"{Path(sys.argv[0]).name}: error: {value}", file=sys.stderr, flush=True)
     if first < ranks.num_ranks:
         dist.all_reduce(first)  # torchrun kills the rest when one rank ends: print before that
         sys.exit(2)

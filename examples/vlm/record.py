@@ -1,9 +1,7 @@
 """What each step of a run cost, gathered from all ranks."""
 
 import dataclasses
-import time
-from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,30 +9,13 @@ from torch import Tensor
 
 from vlm.ranks import Ranks
 
-Item = TypeVar("Item")
-
-
-class Timed(Iterator[Item], Generic[Item]):
-    """Passes an iterator's items on and adds up the seconds that it takes to produce them."""
-
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._items = items
-        self.seconds = 0.0
-
-    def __next__(self) -> Item:
-        start = time.perf_counter()
-        try:
-            return next(self._items)
-        finally:
-            self.seconds += time.perf_counter() - start
-
 
 class StepRecord(NamedTuple):
     """One step of one rank."""
 
     step_s: float
-    exchange_s: float
-    """Part of `step_s` spent in the reordering buffer, without the loader behind it."""
+    wait_s: float
+    """Part of `step_s` spent in `next()`: reading, and what of the exchange is not overlapped."""
     load_gflop: float
     """Work that this rank computed."""
     samples: int
@@ -57,9 +38,9 @@ class RunRecord:
         return self._field("step_s").amax(dim=1)
 
     @property
-    def exchange_s(self) -> float:
-        """Seconds that a step spends in the exchange, mean over steps and ranks."""
-        return self._field("exchange_s").mean().item()
+    def wait_s(self) -> float:
+        """Seconds that a step waits for its micro-batch, mean over steps and ranks."""
+        return self._field("wait_s").mean().item()
 
     @property
     def loads(self) -> Tensor:

@@ -29,8 +29,8 @@ def count_steps(name: str, num_steps: int, console: Console) -> Iterator[int]:
             console.print(f"{name}: step {done} of {num_steps}")
 
 
-def results_table(plain: RunRecord, balanced: RunRecord) -> Table:
-    """Set the two runs side by side."""
+def results_table(plain: RunRecord, balanced: RunRecord, exchange_s: float) -> Table:
+    """Set the two runs side by side; an exchange took `exchange_s` seconds per step."""
     table = Table("", title="The same training, from the same seed")
     for heading in ("as it comes", "balanced"):
         table.add_column(heading, justify="right")
@@ -43,15 +43,12 @@ def results_table(plain: RunRecord, balanced: RunRecord) -> Table:
         row(f"step time {name}", *(_ms(run.step_s.quantile(share).item()) for run in runs))
     row("largest load / mean load", *(f"{run.imbalance:.3f}" for run in runs))
     row("samples moved", *(f"{run.moved_share:.0%}" for run in runs))
-    row("time in the exchange, per step", "-", _ms(balanced.exchange_s))
+    row("time in the exchange, per step", "-", _ms(exchange_s))
+    row("time waiting in next(), per step", *(_ms(run.wait_s) for run in runs))
     row("loss of the last step", *(f"{run.losses[-1].item():.6f}" for run in runs))
     row("largest difference of the losses", "-", f"{largest_difference(plain, balanced):.1e}")
     row("speed-up that the loads allow", "-", f"{plain.imbalance / balanced.imbalance:.2f}")
-    row(
-        "speed-up",
-        "-",
-        f"{speed_up(plain, balanced):.2f}",
-    )
+    row("speed-up", "-", f"{speed_up(plain, balanced):.2f}")
     return table
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor
+
 from vlm.layout import Batch, Images, images_of, images_per_sample
 from vlm.model import (
     HEAD_DIM,

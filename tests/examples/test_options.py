@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from vlm.model import ModelConfig
 from vlm.options import OptionError, parse_options
 
@@ -77,9 +78,18 @@ def test_help_explains_every_option_on_one_rank(
     if not is_shown:
         assert shown == ""
         return
-    options = ["steps", "batch-size", "window", "scale", "width", "depth", "learning-rate"]
+    options = [
+        "steps",
+        "batch-size",
+        "window",
+        "scale",
+        "width",
+        "depth",
+        "learning-rate",
+    ]
     for option in [*options, "seed", "trace", "picture"]:
         assert f"--{option} " in shown
-    assert shown.count("(default") == 10
+    assert "--overlap, --no-overlap" in shown
+    assert shown.count("(default") == 11
     assert "Azure LLM inference trace 2023" in shown
     assert "SROIE" in shown

@@ -1,17 +1,21 @@
 import contextlib
 import io
+import sys
+from unittest import mock
 
 from tests.harness import RankPools
 
 
 def agree(rank: int, world_size: int, failing: list[int]) -> tuple[object, str]:
     import torch
+
     from vlm.ranks import Ranks, agreed
 
     value = ValueError(f"rank {rank} cannot") if rank in failing else f"value {rank}"
     errors = io.StringIO()
     result: object
-    with contextlib.redirect_stderr(errors):
+    program = mock.patch.object(sys, "argv", ["train_vlm.py"])
+    with contextlib.redirect_stderr(errors), program:
         try:
             result = agreed(value, Ranks(rank, world_size, torch.device("cpu")))
         except SystemExit as end:

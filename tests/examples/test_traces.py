@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vlm.traces import (
     CONVERSATION_TOKENS,
     MAX_MERGED_TOKENS,

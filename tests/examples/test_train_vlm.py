@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import train_vlm
 
+import train_vlm
 from tests.harness import RankPools
 
 ROOT = Path(__file__).parents[2]
@@ -109,13 +109,19 @@ def test_bad_options_exit_with_code_2(
 
 def served_samples(rank: int, world_size: int, picture: str) -> list[list[int]]:
     import torch
+
     import train_vlm as example
+    from evenstep.reorder_buffer import WindowStats
     from vlm.options import parse_options
     from vlm.ranks import Ranks
 
     options = parse_options([*TINY, "--steps=3", "--batch-size=2", f"--picture={picture}"])
     loader = example.open_loader(options, Ranks(rank, world_size, torch.device("cpu")))
-    return [batch["sample_index"].tolist() for batch in example.balance(loader, options)]
+    windows: list[WindowStats] = []
+    served = example.balance(loader, options, windows.append)
+    indices = [batch["sample_index"].tolist() for batch in served]
+    assert [window.window for window in windows] == [0, 1, 2]
+    return indices
 
 
 def test_three_ranks_together_serve_each_sample_of_a_step_once(

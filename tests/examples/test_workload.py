@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+
 from vlm.layout import (
     FIRST_WORD,
     IMAGE_START,
