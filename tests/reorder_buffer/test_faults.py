@@ -31,6 +31,8 @@ from tests.reorder_buffer.numbered import (
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
 CULPRIT = 1
 SIZE = 4
+KEPT: list[object] = []
+"""Groups with an operation under way: freeing them would wait for the peer to free them, too."""
 
 Ending = tuple[int, str, str]
 """Micro-batches served before the error, the error, and what the next call raises."""
@@ -328,6 +330,7 @@ def _destroy_group(rank: int, world_size: int, mode: str) -> list[str]:
         yield from data(rank, world_size, slots=3)
 
     balanced = buffer(source(), made, **MODES[mode])
+    KEPT.append((made, balanced))
     errors: list[str] = []
 
     def consume() -> None:
