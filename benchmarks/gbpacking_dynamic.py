@@ -224,5 +224,5 @@ def _rounded(value: float) -> float:
 
 
 if __name__ == "__main__":
-    CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "evenstep.gbpacking"])
+    CONTEXT.set_forkserver_preload(["torch.distributed", "benchmarks.gbpacking"])
     report(__doc__ or "", figures)

@@ -32,6 +32,7 @@ from evenstep.gbpacking import (
 from evenstep.gbpacking.choice import choice_for
 from evenstep.gbpacking.dynamic_plan import DynamicStepRules, group_sizes
 from evenstep.gbpacking.dynamic_slices import cut, planned_slices
+from evenstep.gbpacking.follow_cp import _Follow
 from evenstep.gbpacking.loss import step_loss
 from evenstep.gbpacking.step_lengths import StepLengths
 from tests.gbpacking.stand_ins import Calls, dev_module, install, main_module
@@ -390,6 +391,19 @@ def test_a_loss_of_nothing_is_refused() -> None:
 
 
 # ---- rotary positions ----
+
+
+def test_a_layer_follows_the_group_of_each_microbatch() -> None:
+    layer: Any = torch.nn.Module()
+    layer.pg_collection = SimpleNamespace(cp="static")
+    follow = _Follow("static")
+    follow(layer, (), {"packed_seq_params": SimpleNamespace(local_cp_size=2, cp_group="pair")})
+    assert layer.pg_collection.cp == "pair"
+    follow(layer, (), {"packed_seq_params": SimpleNamespace(local_cp_size=1, cp_group=None)})
+    assert (layer.pg_collection.cp.rank(), layer.pg_collection.cp.size()) == (0, 1)
+    for params in (None, SimpleNamespace(local_cp_size=None, cp_group="static")):
+        follow(layer, (), {"packed_seq_params": params})
+        assert layer.pg_collection.cp == "static"
 
 
 def test_only_megatrons_models_can_follow() -> None:

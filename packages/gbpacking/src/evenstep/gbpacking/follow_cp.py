@@ -9,7 +9,6 @@ import copy
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 
 class _Alone:
@@ -32,15 +31,14 @@ class _Follow:
         self, layer: torch.nn.Module, _: tuple[object, ...], arguments: dict[str, Any]
     ) -> None:
         params = arguments.get("packed_seq_params")
-        size = getattr(params, "local_cp_size", None)
         groups: Any = layer.pg_collection
-        if size is None:
+        if params is None or params.local_cp_size is None:
             groups.cp = self._static
         else:
-            groups.cp = _Alone() if size == 1 else params.cp_group  # type: ignore[union-attr] # has local_cp_size
+            groups.cp = _Alone() if params.local_cp_size == 1 else params.cp_group
 
 
-def follow_cp_groups(model: torch.nn.Module) -> list[RemovableHandle]:
+def follow_cp_groups(model: torch.nn.Module) -> None:
     """Make the model's attention layers follow the group of each micro-batch.
 
     Call it once after the model is built, before it is wrapped or compiled. It changes nothing for
@@ -49,9 +47,6 @@ def follow_cp_groups(model: torch.nn.Module) -> list[RemovableHandle]:
 
     Args:
         model: A Megatron-Core model, or one model chunk of it.
-
-    Returns:
-        Handles whose `remove()` undoes it.
 
     Raises:
         ValueError: If the model has no attention layer of Megatron-Core's.
@@ -64,15 +59,11 @@ def follow_cp_groups(model: torch.nn.Module) -> list[RemovableHandle]:
             f"{type(model).__name__} has no attention layer of Megatron-Core's; pass the model, or "
             "each of its chunks, as it was built"
         )
-    handles = []
     for layer in layers:
         _prepare_transformer_engine(layer.core_attention)
         # A collection of its own: others that share it keep the group that they were built with.
         layer.pg_collection = copy.copy(layer.pg_collection)
-        handles.append(
-            layer.register_forward_pre_hook(_Follow(layer.pg_collection.cp), with_kwargs=True)
-        )
-    return handles
+        layer.register_forward_pre_hook(_Follow(layer.pg_collection.cp), with_kwargs=True)
 
 
 def _prepare_transformer_engine(core_attention: torch.nn.Module) -> None:
