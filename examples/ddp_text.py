@@ -15,8 +15,8 @@ from evenstep.reorder_buffer import SAMPLE_LIST, TextCost, balance_loader
 
 torch.manual_seed(0)
 dist.init_process_group("gloo")
-texts = [torch.randint(1, 100, (int(n),)) for n in torch.empty(128).log_normal_(3.5, 1).clip(2)]
-samples: Any = [{"ids": text} for text in texts]
+lengths = torch.empty(128).log_normal_(3.5, 1).clip(2, 200).int().tolist()
+samples: Any = [{"ids": torch.randint(1, 100, (length,))} for length in lengths]
 sampler: DistributedSampler[Any] = DistributedSampler(samples)
 loader = DataLoader(samples, 8, sampler=sampler, collate_fn=list, drop_last=True)
 batches = balance_loader(loader, TextCost(field="ids", ignore=None), layout=SAMPLE_LIST)

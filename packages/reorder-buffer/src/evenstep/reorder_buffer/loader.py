@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.balance import Strategy
-from evenstep.exchange import ModuleGroups
+from evenstep.exchange import ModuleGroups, Patience
 from evenstep.reorder_buffer.buffer import Launch, ReorderingBuffer
 from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
@@ -96,7 +96,7 @@ def balance_loader(
         launch=launch,
         on_window=on_window,
     )
-    return BalancedLoader(loader, make_buffer, groups)
+    return BalancedLoader(loader, make_buffer, groups, Patience(timeout_s=timeout_s))
 
 
 class BalancedLoader(Generic[BatchT]):
@@ -110,6 +110,7 @@ class BalancedLoader(Generic[BatchT]):
         loader: Yields this rank's micro-batches.
         make_buffer: Makes the buffer of one pass over it; every rank in step.
         groups: The groups that the buffers use, which this closes; None if there are none.
+        patience: How long to wait for peers.
     """
 
     def __init__(
@@ -117,14 +118,16 @@ class BalancedLoader(Generic[BatchT]):
         loader: Iterable[BatchT],
         make_buffer: Callable[[], ReorderingBuffer[BatchT]],
         groups: ModuleGroups | None,
+        patience: Patience,
     ) -> None:
         self._loader = loader
+        self._patience = patience
         self._make_buffer = make_buffer
         self._groups = groups
         self._pass = _Pass[BatchT]()
         self._finalizer = weakref.finalize(self, _close, self._pass, groups, os.getpid())
         self._pass.buffer = make_buffer()  # finds bad arguments and settings that differ
-        self._length = _common_length(loader, groups)
+        self._length = self._common_length()
         self._epoch: int | None = None
 
     def __iter__(self) -> ReorderingBuffer[BatchT]:
@@ -133,7 +136,7 @@ class BalancedLoader(Generic[BatchT]):
             raise RuntimeError("this balanced loader was closed; make a new one")
         if self._pass.begun:
             self._pass.renew(self._make_buffer)
-            self._length = _common_length(self._loader, self._groups)  # it may follow the epoch
+            self._length = self._common_length()  # it may depend on the epoch
         self._pass.begun = True
         assert self._pass.buffer is not None
         return self._pass.buffer
@@ -190,6 +193,21 @@ class BalancedLoader(Generic[BatchT]):
         """End the pass and destroy the groups; every rank should, at about the same time."""
         self._finalizer()
 
+    def _common_length(self) -> int | None:
+        """Return the fewest micro-batches of a rank, None if one cannot tell; ranks in step."""
+        try:
+            length = len(self._loader) if isinstance(self._loader, Sized) else -1
+        except TypeError:  # a DataLoader has __len__ even if its dataset has none
+            length = -1
+        lengths = torch.tensor([length])
+        if self._groups is not None and self._groups.world_size > 1:
+            control = self._groups.control
+            work = dist.all_reduce(lengths, op=dist.ReduceOp.MIN, group=control, async_op=True)
+            assert work is not None  # None is for ranks outside the group
+            self._patience.wait(work, control, doing="comparing the loaders' lengths")
+        shortest = int(lengths)
+        return None if shortest < 0 else shortest
+
     def __enter__(self) -> Self:
         return self
 
@@ -233,19 +251,6 @@ def _groups(group: dist.ProcessGroup | None, *, overlap: bool) -> ModuleGroups |
     if group is not None:
         raise ValueError(f"group is {group!r}, but torch.distributed is not initialized")
     return None
-
-
-def _common_length(loader: object, groups: ModuleGroups | None) -> int | None:
-    """Return the fewest micro-batches of a rank, None if one cannot tell; every rank in step."""
-    try:
-        length = len(loader) if isinstance(loader, Sized) else -1
-    except TypeError:  # a DataLoader has __len__ even if its dataset has none
-        length = -1
-    lengths = torch.tensor([length])
-    if groups is not None and groups.world_size > 1:
-        dist.all_reduce(lengths, op=dist.ReduceOp.MIN, group=groups.control)
-    shortest = int(lengths)
-    return None if shortest < 0 else shortest
 
 
 @runtime_checkable
