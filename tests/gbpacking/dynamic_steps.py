@@ -23,10 +23,11 @@ class Layout(NamedTuple):
 def build(groups: Any, *, rotary: bool, **settings: object) -> tuple[Any, Any]:
     """Return configuration and model, with rotary or learned positions, equal on all ranks."""
     import torch
-    from gpt.attention import PackedAttention
-    from gpt.model import ModelSize, transformer_config
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    from gpt.attention import PackedAttention
+    from gpt.model import ModelSize, transformer_config
 
     config = transformer_config(ModelSize(), apply_rope_fusion=False, **settings)
     spec = get_gpt_layer_local_spec()
@@ -63,7 +64,6 @@ def sample_of(index: int, *, multiple: int = 1) -> Any:
 def dynamic_step(_: int, __: int, scheduler: str, layout: Layout) -> dict[str, Any]:
     """Run one packed step; return its loss, its gradients, and what this rank saw."""
     import torch.distributed as dist
-    from gpt.groups import Parallelism, model_groups
 
     from evenstep.gbpacking import (
         destroy_cp_groups,
@@ -74,6 +74,7 @@ def dynamic_step(_: int, __: int, scheduler: str, layout: Layout) -> dict[str, A
         token_loss,
         wrap_data_iterator_for_global_batch_packing,
     )
+    from gpt.groups import Parallelism, model_groups
 
     groups = model_groups(Parallelism(tensor=layout.tp, context=layout.cp))
     config, model = build(
@@ -140,6 +141,7 @@ def unpacked_step(rank: int, _: int, rotary: bool) -> dict[str, Any]:
     """The reference: rank 0 alone, one unpadded sample after another, no pack in sight."""
     import torch
     import torch.distributed as dist
+
     from gpt.groups import Parallelism, model_groups
 
     groups = model_groups(Parallelism())
