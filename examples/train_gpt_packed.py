@@ -8,11 +8,12 @@ losses agree. See `gpt.train.train_step` for what packing adds to a training loo
 
 import sys
 
+from rich.console import Console
+
 from gpt.groups import Parallelism, model_groups
 from gpt.options import OptionError, Options, parse_options
 from gpt.report import results_table, save_picture
 from gpt.train import ONE_BY_ONE, train
-from rich.console import Console
 from vlm.ranks import agreed, joined_ranks
 from vlm.report import count_steps
 

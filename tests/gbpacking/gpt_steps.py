@@ -23,9 +23,6 @@ def packed_steps(
     """Run `STEPS` packed steps without updating weights; return losses, gradients and packs."""
     import torch
     import torch.distributed as dist
-    from gpt.groups import Parallelism, model_groups
-    from gpt.model import ModelSize, build_model, summed_loss, transformer_config
-    from gpt.text import samples_of_rank
 
     from evenstep.gbpacking import (
         PackingOptions,
@@ -33,6 +30,9 @@ def packed_steps(
         padding_multiple,
         wrap_data_iterator_for_global_batch_packing,
     )
+    from gpt.groups import Parallelism, model_groups
+    from gpt.model import ModelSize, build_model, summed_loss, transformer_config
+    from gpt.text import samples_of_rank
 
     device = torch.device(device_name)
     groups = model_groups(Parallelism(tensor=layout.tp, context=layout.cp))
@@ -117,11 +117,11 @@ def unpacked_steps(rank: int, _: int, num_samples: int, device_name: str = "cpu"
     """The reference: rank 0 alone, one unpadded sample after another, no pack in sight."""
     import torch
     import torch.distributed as dist
+
+    from evenstep.gbpacking.sample import TOKEN_KEYS
     from gpt.groups import Parallelism, model_groups
     from gpt.model import ModelSize, build_model, summed_loss, transformer_config
     from gpt.text import sample_of
-
-    from evenstep.gbpacking.sample import TOKEN_KEYS
 
     groups = model_groups(Parallelism())
     if rank > 0:

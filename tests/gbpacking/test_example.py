@@ -17,6 +17,7 @@ SMALL = ["--steps", "2", "--documents-per-rank", "4", "--longest", "120", "--tok
 
 def _train(_: int, __: int, context_parallel: int, picture: str) -> "list[RunRecord]":
     import torch
+
     from gpt.groups import Parallelism, model_groups
     from gpt.options import parse_options
     from gpt.train import ONE_BY_ONE, train
