@@ -17,8 +17,8 @@ import torch
 
 CPU = torch.device("cpu")
 
-_HUGE_PAGE_BYTES = 1 << 21
-_LEAST_BYTES = 1 << 20  # smaller blocks are kept for reuse by the C library's allocator
+_PAGE_BYTES = 1 << 12
+_LEAST_BYTES = 1 << 17  # smaller blocks are kept for reuse by the C library's allocator
 
 
 class HostMemory:
@@ -78,7 +78,7 @@ if hasattr(os, "register_at_fork"):
 
 def _rounded(nbytes: int) -> int:
     """Return the next of four sizes per power of two, so that similar requests share regions."""
-    step = max(_HUGE_PAGE_BYTES, 1 << max(0, nbytes.bit_length() - 3))
+    step = max(_PAGE_BYTES, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step
 
 

@@ -52,7 +52,9 @@ class SchemaAnnouncer:
         num_costs, costs = offer.cost_columns()
         schemas = self._number_schemas(layouts)
         new = [schema.encode() for schema in [*self._numbers][self._announced :]]
-        shapes = [layout.encode_dims() for layout in layouts]
+        distinct = {id(layout): layout for layout in layouts}  # `sample_layout` repeats objects
+        encoded = {key: layout.encode_dims() for key, layout in distinct.items()}
+        shapes = [encoded[id(layout)] for layout in layouts]
         head = _HEAD.pack(
             offer.exhausted,
             num_costs,
