@@ -46,11 +46,13 @@ def check_agreement(
             dim, or presence differs between samples, naming the field and two samples.
     """
     # Few schemas and sizes repeat over many samples; only the first of each kind is compared.
-    distinct: dict[tuple[SampleSchema, _Sizes], int] = {}
+    # A schema is told by its object, because hashing one takes a while.
+    schemas = {id(sample.schema): sample.schema for sample in samples}
+    fixed_of = {key: _fields_of(layout, schema)[1] for key, schema in schemas.items()}
+    distinct: dict[tuple[int, _Sizes], int] = {}
     for index, sample in enumerate(samples):
-        _, fixed = _fields_of(layout, sample.schema)
-        dims = sample.dims
-        distinct.setdefault((sample.schema, tuple([dims[i] for i in fixed])), index)
+        schema_id, dims = id(sample.schema), sample.dims
+        distinct.setdefault((schema_id, tuple([dims[i] for i in fixed_of[schema_id]])), index)
 
     def name(index: int) -> str:
         return f"sample {index}" if names is None else names[index]
