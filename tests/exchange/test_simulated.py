@@ -111,3 +111,8 @@ def test_host_memory_gives_any_shape(shape: list[int]) -> None:
     tensor = HOST_MEMORY.empty(shape, torch.float64).fill_(2.5)
     assert list(tensor.shape) == shape
     assert tensor.sum() == 2.5 * tensor.numel()
+
+
+def test_more_host_memory_than_there_is_fails_as_in_torch() -> None:
+    with pytest.raises(RuntimeError):
+        HOST_MEMORY.empty([1 << 60], torch.uint8)

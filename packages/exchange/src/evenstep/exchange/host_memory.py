@@ -44,7 +44,10 @@ class HostMemory:
         nbytes = count * dtype.itemsize
         if nbytes < _LEAST_BYTES:
             return torch.empty(tuple(shape), dtype=dtype)
-        region = self._take(nbytes)
+        try:
+            region = self._take(nbytes)
+        except (OSError, OverflowError):  # no memory: torch has the words for that
+            return torch.empty(tuple(shape), dtype=dtype)
         # A buffer object of its own stands for this use: torch holds it while the tensor lives.
         lease = (ctypes.c_char * len(region)).from_buffer(region)
         weakref.finalize(lease, self._returned.append, region).atexit = False
