@@ -53,15 +53,23 @@ class Inline(Generic[BatchT]):
 
 
 class _Ready(NamedTuple, Generic[BatchT]):
+    """A joined window, and what the consumer's stream must wait for."""
+
     window: BalancedWindow[BatchT]
     event: torch.cuda.Event | None
+
+    def take(self) -> BalancedWindow[BatchT]:
+        if self.event is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(self.event)
+            record_stream_for_batch(self.window.batches, current)
+        return self.window
 
 
 class WorkerDoesAll(Generic[BatchT]):
     """All work in a worker thread; `next` only takes what is ready.
 
-    On Gloo this is best: payload moves in Gloo's threads, and joining samples is CPU work. On CUDA
-    the worker uses the exchange's stream, and the calling thread's stream waits for it.
+    On CUDA the worker uses the exchange's stream, and the calling thread's stream waits for it.
     """
 
     def __init__(
@@ -81,64 +89,83 @@ class WorkerDoesAll(Generic[BatchT]):
             self._worker.raise_failure()
             return None
         self._worker.done()
-        if ready.event is not None:
-            current = torch.cuda.current_stream()
-            current.wait_event(ready.event)
-            record_stream_for_batch(ready.window.batches, current)
-        return ready.window
+        return ready.take()
 
     def close(self) -> None:
         """Tell the peers and end the worker (see `Windows`)."""
         _close(self._pipeline, self._worker, self._stop)
 
     def _produce(self) -> _Ready[BatchT] | None:
-        stream = self._pipeline.exchange.payload.stream
         window = self._inline.next()
-        event = None if stream is None else stream.record_event()
-        return None if window is None else _Ready(window, event)
+        return None if window is None else _ready(self._pipeline, window)
+
+
+class _Step(NamedTuple, Generic[BatchT]):
+    """What the worker has made of two windows that follow each other."""
+
+    ready: _Ready[BatchT] | None
+    prepared: PreparedWindow[BatchT] | None
 
 
 class CallerLaunches(Generic[BatchT]):
-    """A worker collects, agrees and packs; the calling thread launches, and joins what arrived.
+    """A worker does all work but one thing: the calling thread launches the collectives.
 
-    At one fixed point of `next`, where every rank's program order is the same, the calling thread
-    completes one window and launches the next: NCCL does not allow several threads to launch on
-    one device, each in an order of its own.
+    That happens at one fixed point of `next`, where every rank's program order is the same: NCCL
+    does not allow several threads to launch on one device, each in an order of its own. While a
+    window moves, the worker prepares the one behind it, and then joins what has arrived.
     """
 
     def __init__(
         self, pipeline: WindowPipeline[BatchT], source: WindowSource[BatchT], stop: StopRequest
     ) -> None:
         self._pipeline, self._source, self._stop = pipeline, source, stop
-        self._worker: OverlapWorker[PreparedWindow[BatchT]] | None = None
-        self._moving: PreparedWindow[BatchT] | None = None
+        self._worker: OverlapWorker[_Step[BatchT]] | None = None
+        self._moving: PreparedWindow[BatchT] | None = None  # the worker's, as the next one is
+        self._failure: BaseException | None = None
 
     def next(self) -> BalancedWindow[BatchT] | None:
         """Return the next window (see `Windows`)."""
         if self._worker is None:
-            # One window is served, one is moving; one may be ready to be launched.
+            # One window is served, one is moving or ready; one may wait to be launched.
             self._worker = _worker(self._pipeline, self._produce, self._stop, ahead=1)
-            self._launch_next(self._worker)
-        if self._moving is None:  # an error is due only now: what was made before it is served
-            self._worker.raise_failure()
-            return None
-        window = self._moving.finish()
-        self._launch_next(self._worker)
-        return window
+            self._advance(self._worker)
+        ready = self._advance(self._worker)
+        return None if ready is None else ready.take()
 
     def close(self) -> None:
         """Tell the peers and end the worker (see `Windows`)."""
         _close(self._pipeline, self._worker, self._stop)
 
-    def _launch_next(self, worker: OverlapWorker[PreparedWindow[BatchT]]) -> None:
-        self._moving = None  # so that nothing of it stays while this waits
-        self._moving = worker.get()
-        if self._moving is not None:
-            self._moving.launch()
-            worker.done()  # only now, so that launches keep their order even if this rank leaves
+    def _advance(self, worker: OverlapWorker[_Step[BatchT]]) -> _Ready[BatchT] | None:
+        """Launch the window that the worker has prepared, and return the one that is ready."""
+        step = worker.get()
+        if step is None:
+            worker.raise_failure()
+            return None
+        if step.prepared is not None:
+            step.prepared.launch()
+        worker.done()  # only now, so that launches keep their order even if this rank leaves
+        return step.ready
 
-    def _produce(self) -> PreparedWindow[BatchT] | None:
-        return self._pipeline.prepare(self._source)
+    def _produce(self) -> _Step[BatchT] | None:
+        if self._failure is not None:
+            raise self._failure
+        moving, self._moving = self._moving, None
+        try:
+            self._moving = self._pipeline.prepare(self._source)
+        except BaseException as error:
+            if moving is None:
+                raise
+            self._failure = error  # due only when the window before it was served
+        ready = None if moving is None else _ready(self._pipeline, moving.finish())
+        if ready is None and self._moving is None:
+            return None
+        return _Step(ready, self._moving)
+
+
+def _ready(pipeline: WindowPipeline[BatchT], window: BalancedWindow[BatchT]) -> _Ready[BatchT]:
+    stream = pipeline.exchange.payload.stream
+    return _Ready(window, None if stream is None else stream.record_event())
 
 
 def _worker(
