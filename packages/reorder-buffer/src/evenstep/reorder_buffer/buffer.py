@@ -59,8 +59,8 @@ class ReorderingBuffer(Generic[BatchT]):
     same settings (they are compared), and iterate it. It is a context manager; without one, it
     closes itself when it is dropped, and when the interpreter exits.
 
-    With `overlap=True` a worker thread stays ahead: one window is being served, one is ready or
-    moving, one is being collected, so up to three are resident at once.
+    With `overlap=True` a worker thread stays ahead: one window is being served, one is moving or
+    ready, one is in the making, so up to three are resident at once; see `peak_resident_bytes`.
 
     Args:
         data_iterator: Yields this rank's micro-batch shards: a loader, or its iterator. `iter()`
