@@ -112,3 +112,15 @@ def test_a_giant_gets_the_smallest_company() -> None:
     plan = plan_groups(costs, 4, strategy="least_move")
     giant = next(group for group in plan.groups if 0 in group)
     assert giant == (0, 6, 9)
+
+
+def test_an_excess_of_rounding_ends() -> None:
+    # Its smallest part is no number, so a swap that takes nothing off passes for progress.
+    tiny = 5e-324
+    for costs in (
+        [tiny, tiny, 0.0, 0.0],
+        [3 * tiny, tiny, tiny, 0.0, 0.0, 0.0],
+        [0.3, 0.1, 0.1, 0.1],
+    ):
+        plan = plan_groups(costs, 2, strategy="least_move")
+        assert plan.max_load <= plan_groups(costs, 2, strategy="lpt").max_load

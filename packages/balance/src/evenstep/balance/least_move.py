@@ -123,21 +123,27 @@ class _Search:
             self.seated.add(g)
 
     def lower(self, patience: float) -> bool:
-        """Exchange until no group is above the limit; return whether that succeeded."""
+        """Exchange, once per sample at most, until no group is above the limit.
+
+        Returns:
+            Whether that succeeded.
+        """
         placement = self.placement
         if placement.has_nodes:
             patience *= CROSSING - 1  # moved cost weighs more there
-        while placement.rising[-1][0] > self.limit:
-            heavy = placement.rising[-1][1]
+        for _ in placement.costs:  # an excess of mere rounding might go on for ever
+            load, heavy = placement.rising[-1]
+            if load <= self.limit:
+                break
             exchange = self._best_exchange(heavy, patience, 1, PARTNERS, SMALLEST)
             if not exchange:
                 exchange = self._best_exchange(heavy, patience, 1, len(placement.loads))
             for size in placement.sizes(heavy, LARGEST):
                 exchange = exchange or self._best_exchange(heavy, patience, size, PARTNERS)
             if not exchange:
-                return False
+                break
             placement.apply(exchange)
-        return True
+        return placement.rising[-1][0] <= self.limit
 
     def refined(self) -> list[list[int]] | None:
         """Let `refine` bring the groups below the limit; return them, or None if it fails."""
