@@ -22,7 +22,7 @@ STRATEGIES: list[str | Strategy] = [
     "least_move",
     LeastMove(ranks_per_node=4, tolerance=0.01),
     Refined(scope="window"),
-    Refined(scope="window", sync="step"),
+    Refined(scope="window", synchronize="step"),
     LeastMove(scope="window"),
 ]
 

@@ -58,7 +58,7 @@ def test_exact_steps_give_the_coefficients_back() -> None:
 def test_the_fit_becomes_a_cost_model() -> None:
     _, linear, quadratic = calibrate(*measured_steps(30)).coefficients
     cost = SequenceLoad(linear=linear, quadratic=quadratic)
-    assert cost.of(10_000) == pytest.approx(4e-6 * 1e4 + 3e-10 * 1e8, rel=1e-6)
+    assert cost(10_000) == pytest.approx(4e-6 * 1e4 + 3e-10 * 1e8, rel=1e-6)
 
 
 def test_reported_errors_are_those_of_the_noise() -> None:

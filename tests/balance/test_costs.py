@@ -26,7 +26,7 @@ def test_narayanan_layer_forward_and_backward() -> None:
     # arXiv:2104.04473: 24 B s h^2 + 4 B s^2 h forward, twice as much backward, attention full.
     h, s, layers = 1024, 2048, 24
     cost = transformer_cost(hidden_size=h, num_layers=layers, causal=False)
-    assert cost.of(s) == 3 * layers * (24 * s * h**2 + 4 * s**2 * h)
+    assert cost(s) == 3 * layers * (24 * s * h**2 + 4 * s**2 * h)
 
 
 def test_logits_are_counted_once() -> None:
@@ -65,13 +65,13 @@ def test_windowed_layers_are_linear() -> None:
 
 def test_passes_scale_both_terms() -> None:
     frozen, trained = (encoder_cost(hidden_size=64, passes=p) for p in (1, 3))
-    assert trained.of(100) == 3 * frozen.of(100)
+    assert trained(100) == 3 * frozen(100)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"hidden_size": 0}, "hidden_size is 0; it must be an integer of at least 1"),
+        ({"hidden_size": 0}, "hidden_size is 0; it must be an integer >= 1"),
         ({"hidden_size": 8, "num_layers": 1.5}, "num_layers is 1.5; it must be an integer"),
         ({"hidden_size": 8, "params_per_layer": -1}, "params_per_layer is -1"),
         ({"hidden_size": 8, "attention_dim": 0}, "attention_dim is 0"),
@@ -144,7 +144,7 @@ def test_table_stays_between_its_neighbours(points: dict[int, float], data: st.D
 
 def test_any_function_is_a_model() -> None:
     assert evaluate_costs(lambda length: length**2, [1, 2, 3]) == [1.0, 4.0, 9.0]
-    assert evaluate_costs(SequenceLoad(linear=1, quadratic=1).of, [3]) == [12.0]
+    assert evaluate_costs(SequenceLoad(linear=1, quadratic=1), [3]) == [12.0]
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf])

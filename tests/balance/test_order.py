@@ -101,7 +101,7 @@ def test_a_total_beyond_float64_is_refused() -> None:
 
 @pytest.mark.parametrize("n_groups", [0, -2])
 def test_n_groups_must_be_positive(n_groups: int) -> None:
-    with pytest.raises(ValueError, match=f"n_groups is {n_groups}; it must be >= 1"):
+    with pytest.raises(ValueError, match=f"n_groups is {n_groups}; it must be an integer >= 1"):
         balanced_index_order([1.0, 2.0], n_groups)
 
 

@@ -236,9 +236,7 @@ PACK: dict[str, Callable[[], object]] = {
         [1, 101], capacity=100
     ),
     r"lengths\[0\] is 10, more than the capacity of 8": lambda: plan_packing([10, 2], capacity=8),
-    r"lengths\[2\] is 0; it must be an integer of at least 1": lambda: plan_packing(
-        [1, 1, 0], capacity=8
-    ),
+    r"lengths\[2\] is 0; it must be an integer >= 1": lambda: plan_packing([1, 1, 0], capacity=8),
     r"lengths\[0\] is -3; it must be": lambda: plan_packing([-3], capacity=8),
     r"lengths\[0\] is 2\.5; it must be": lambda: plan_packing([2.5], capacity=8),  # type: ignore[list-item] # bad on purpose
     r"lengths\[0\] is True; it must be": lambda: plan_packing([True], capacity=8),
@@ -281,8 +279,8 @@ def test_bad_input_is_refused_by_name_and_number(message: str) -> None:
 
 
 def test_loads_are_exact() -> None:
-    assert SequenceLoad.from_hidden_size(4096).of(49152) == 2 * 49152
-    assert SequenceLoad.from_hidden_size(4096, causal=False).of(24576) == 2 * 24576
-    assert SequenceLoad(linear=0.1, quadratic=0.5).of(3) == float(3 * 0.1 + 4.5)
+    assert SequenceLoad.from_hidden_size(4096)(49152) == 2 * 49152
+    assert SequenceLoad.from_hidden_size(4096, causal=False)(24576) == 2 * 24576
+    assert SequenceLoad(linear=0.1, quadratic=0.5)(3) == float(3 * 0.1 + 4.5)
     huge = plan_packing([2**40, 2**40 - 1], capacity=2**40, load=SequenceLoad(quadratic=1))
     assert huge.step_load == float(2**80 + 2**40 + (2**40 - 1) ** 2 + 2**40 - 1)

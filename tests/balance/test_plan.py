@@ -151,7 +151,7 @@ class TestBadInput:
     def test_counts(self) -> None:
         with pytest.raises(ValueError, match=r"206 \(2 would be left over\).*sizes='within_one'"):
             plan_groups([1.0] * 206, 4)
-        with pytest.raises(ValueError, match="n_groups is 0; it must be >= 1"):
+        with pytest.raises(ValueError, match="n_groups is 0; it must be an integer >= 1"):
             plan_groups([1.0], 0, sizes="free")
 
     @pytest.mark.parametrize("sizes", [Sizes(least=4), Sizes(least=1, most=2)])
@@ -181,9 +181,9 @@ class TestBadInput:
         [
             (Refined(tolerance=-1), "tolerance is -1; it must be a finite number >= 0"),
             (Refined(tolerance=float("nan")), "tolerance is nan; it must be a finite"),
-            (LeastMove(ranks_per_node=0), "ranks_per_node is 0; it must be >= 1"),
+            (LeastMove(ranks_per_node=0), "ranks_per_node is 0; it must be an integer >= 1"),
             (Refined(scope="batch"), "scope is 'batch'; it must be 'slot' or 'window'"),  # type: ignore[arg-type]  # the mistake under test
-            (LeastMove(sync="never"), "sync is 'never'; it must be 'micro_batch' or 'step'"),  # type: ignore[arg-type]  # the mistake under test
+            (LeastMove(synchronize="never"), "synchronize is 'never'; it must be one of"),  # type: ignore[arg-type]  # the mistake under test
         ],
     )
     def test_settings(self, strategy: Refined | LeastMove, message: str) -> None:

@@ -88,7 +88,7 @@ def test_a_sample_that_changes_its_slot_is_found() -> None:
     assert_intra_no_cross_slot(route, 0)
     with pytest.raises(RuntimeError, match=r"route\[1\] sends a sample of slot 0 to slot 1"):
         assert_intra_no_cross_slot(route, 2)
-    with pytest.raises(ValueError, match="b_global is -1; it must be >= 0"):
+    with pytest.raises(ValueError, match="b_global is -1; it must be an integer >= 0"):
         assert_intra_no_cross_slot(route, -1)
 
 
@@ -97,8 +97,8 @@ def test_a_sample_that_changes_its_slot_is_found() -> None:
     [
         (3, 3, "n_groups is 3, but must divide the number of samples, 8"),
         (4, 3, "dp_size is 3, but must divide n_groups, 4; n_groups is the least common multiple"),
-        (4, 0, "dp_size is 0; it must be >= 1"),
-        (0, 1, "n_groups is 0; it must be >= 1"),
+        (4, 0, "dp_size is 0; it must be an integer >= 1"),
+        (0, 1, "n_groups is 0; it must be an integer >= 1"),
     ],
 )
 def test_counts_that_do_not_divide(n_groups: int, dp_size: int, message: str) -> None:
@@ -120,7 +120,7 @@ def test_the_bad_cost_is_named_with_its_slot() -> None:
 
 
 def test_bad_arguments_of_the_small_functions() -> None:
-    with pytest.raises(ValueError, match="src_slot is -1; it must be >= 0"):
+    with pytest.raises(ValueError, match="src_slot is -1; it must be an integer >= 0"):
         intra_route([(0, 0)], src_slot=-1)
     with pytest.raises(ValueError, match="route has 1 entries, but costs_per_slot 8 samples"):
         window_cost_spread(COSTS[:1], [(0, 0, 0)], 2)

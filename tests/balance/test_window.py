@@ -23,9 +23,9 @@ STRATEGIES: list[str | Strategy] = [
     "refined",
     "least_move",
     Refined(scope="window"),
-    Refined(scope="window", sync="step"),
+    Refined(scope="window", synchronize="step"),
     LeastMove(scope="window"),
-    LeastMove(scope="window", sync="step", ranks_per_node=2),
+    LeastMove(scope="window", synchronize="step", ranks_per_node=2),
 ]
 
 
@@ -85,7 +85,7 @@ def test_crossing_slots_pays_where_a_giant_rules_its_slot(seed: int) -> None:
     across = plan_window(costs, 16, 16, strategy=Refined(scope="window"))
     assert across.max_load < within.max_load * 0.97
     assert across.gap < 0.03
-    step = plan_window(costs, 16, 16, strategy=Refined(scope="window", sync="step"))
+    step = plan_window(costs, 16, 16, strategy=Refined(scope="window", synchronize="step"))
     assert step.gap < 1e-3
 
 
@@ -102,7 +102,7 @@ class Reversed:
     """A strategy of the caller's own: blocks of the reversed sample order."""
 
     scope = "slot"
-    sync = "micro_batch"
+    synchronize = "microbatch"
 
     def window(
         self, costs_per_slot: Sequence[Sequence[float]], n_groups: int

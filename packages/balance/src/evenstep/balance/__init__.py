@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from evenstep.balance.packing import PackingStrategy, plan_packing
     from evenstep.balance.packing_load import SequenceLoad
     from evenstep.balance.packing_plan import PackingPlan
-    from evenstep.balance.packing_problem import Synchronize
     from evenstep.balance.phases import PhasePlan, plan_phases
     from evenstep.balance.plan import GroupPlan, Sizes, plan_groups
     from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy
+    from evenstep.balance.synchronize import Synchronize
     from evenstep.balance.window import WindowPlan, build_window_route, plan_window
 
 __all__ = [
@@ -91,7 +91,7 @@ _LOADED_ON_USE = {
     "plan_packing": "evenstep.balance.packing",
     "SequenceLoad": "evenstep.balance.packing_load",
     "PackingPlan": "evenstep.balance.packing_plan",
-    "Synchronize": "evenstep.balance.packing_problem",
+    "Synchronize": "evenstep.balance.synchronize",
     "PhasePlan": "evenstep.balance.phases",
     "plan_phases": "evenstep.balance.phases",
     "GroupPlan": "evenstep.balance.plan",

@@ -39,7 +39,7 @@ def in_slots(
     return [list(groups) for groups in zip(*shares, strict=True)]
 
 
-def spread_per_micro_batch(
+def spread_per_microbatch(
     costs: Sequence[float], n_slots: int, n_groups: int, tol: float
 ) -> SlotGroups:
     """Return slots of low summed largest load.

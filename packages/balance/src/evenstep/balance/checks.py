@@ -52,14 +52,14 @@ def checked_count(value: int, name: str, minimum: int = 1) -> int:
     """Return `value` as an int of at least `minimum`.
 
     Raises:
-        ValueError: `value` is no integer or below `minimum`.
+        ValueError: `value` is no integer (or a bool), or below `minimum`.
     """
     try:
-        count = index(value)
+        count = index(value)  # NumPy's integers become Python's
     except TypeError:
-        raise ValueError(f"{name} is {value!r}; it must be an integer >= {minimum}") from None
-    if count < minimum:
-        raise ValueError(f"{name} is {count}; it must be >= {minimum}")
+        count = minimum - 1
+    if count < minimum or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be an integer >= {minimum}")
     return count
 
 

@@ -4,7 +4,7 @@ A cost model is any function from a length to a finite float >= 0. Only the rati
 to a plan, so costs that are added must share one unit: `transformer_cost` and `encoder_cost` both
 count floating-point operations, and a sample of a vision-language model costs
 
-    language.of(num_tokens) + math.fsum(map(encoder.of, patches_per_image))
+    language(num_tokens) + math.fsum(map(encoder, patches_per_image))
 
 Where seconds have been measured, `evenstep.balance.calibrate` finds the coefficients instead. Add
 costs with `math.fsum`: the built-in `sum` rounds floats differently from Python 3.12 on, and all
@@ -16,8 +16,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
-from evenstep.balance.packing_input import positive_int
-from evenstep.balance.packing_load import SequenceLoad
+from evenstep.balance.checks import checked_count
+from evenstep.balance.packing_load import SequenceLoad, layer_operations
 
 CostModel: TypeAlias = Callable[[int], float]
 """From a length (tokens, patches) to a cost, a finite float >= 0."""
@@ -38,22 +38,15 @@ def transformer_cost(
 ) -> SequenceLoad:
     """Return the floating-point operations that a transformer spends on a sequence of L tokens.
 
-    A product of an [m, k] with a [k, n] matrix takes 2 m k n operations, so one layer of hidden
-    size h takes, forward:
-
-    - 2 P L in its P weights. The classic layer has 4 h**2 of them in attention (query, key, value,
-      output) and 8 h**2 in a feed-forward of width 4 h, together P = 12 h**2.
-    - 2 d L**2 for the scores and 2 d L**2 for their product with the values, where d = heads x head
-      size, usually h. A causal kernel skips the half above the diagonal: 2 d L**2 in all.
-
+    Per layer, forward: 2 P L in its P weights, and 4 d L**2 in attention of width d
+    (`layer_operations` derives both), of which a causal kernel skips the half above the diagonal.
     With the defaults this is 24 h**2 * (L + L**2 / (12 h)), times `passes`: attention costs as much
     as the weights at L = 12 h, or at 6 h where it is not causal. The vocabulary's logits add
     2 h V L once.
 
-    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
-    Using Megatron-LM" (arXiv:2104.04473), appendix: 24 B s h**2 + 4 B s**2 h per layer forward,
-    attention not causal, and 6 B s h V for the logits forward and backward. Like there, norms,
-    activation functions and memory traffic are left out.
+    Source: Narayanan et al. 2021, appendix (see `layer_operations`): 24 B s h**2 + 4 B s**2 h per
+    layer forward, attention not causal, and 6 B s h V for the logits forward and backward. Like
+    there, norms, activation functions and memory traffic are left out.
 
     Args:
         hidden_size: h.
@@ -69,9 +62,9 @@ def transformer_cost(
     Raises:
         ValueError: A size is not an integer in its range, or `passes` is not positive and finite.
     """
-    per_token, per_pair = _layer_costs(hidden_size, params_per_layer, attention_dim)
-    num_layers = positive_int("num_layers", num_layers)
-    logits = 2 * hidden_size * positive_int("vocab_size", vocab_size) if vocab_size else 0
+    per_token, per_pair = layer_operations(hidden_size, params_per_layer, attention_dim)
+    num_layers = checked_count(num_layers, "num_layers")
+    logits = 2 * hidden_size * checked_count(vocab_size, "vocab_size") if vocab_size else 0
     return SequenceLoad(
         linear=_checked_passes(passes) * (per_token * num_layers + logits),
         quadratic=passes * (per_pair // 2 if causal else per_pair) * num_layers,
@@ -105,8 +98,8 @@ def encoder_cost(
     Raises:
         ValueError: A size is not an integer in its range, or `passes` is not positive and finite.
     """
-    per_token, per_pair = _layer_costs(hidden_size, params_per_layer, None)
-    num_layers = positive_int("num_layers", num_layers)
+    per_token, per_pair = layer_operations(hidden_size, params_per_layer)
+    num_layers = checked_count(num_layers, "num_layers")
     if not 0 <= windowed_layers <= num_layers:
         raise ValueError(
             f"windowed_layers is {windowed_layers!r}; it must be in 0 .. num_layers={num_layers}, "
@@ -117,7 +110,7 @@ def encoder_cost(
             f"window_patches is None; windowed_layers={windowed_layers} needs the patches of a "
             "window"
         )
-    window = 0 if window_patches is None else positive_int("window_patches", window_patches)
+    window = 0 if window_patches is None else checked_count(window_patches, "window_patches")
     return SequenceLoad(
         linear=_checked_passes(passes)
         * (per_token * num_layers + per_pair * window * windowed_layers),
@@ -144,7 +137,7 @@ class TableCost:
             raise ValueError("points is empty; give at least one length and its cost")
         for length, cost in points.items():
             if length != 0:
-                positive_int("a length in points", length)
+                checked_count(length, "a length in points")
             if not 0 <= cost < math.inf:
                 raise ValueError(f"points[{length}] is {cost!r}; it must be finite and >= 0")
         self._lengths = sorted(points)
@@ -177,7 +170,7 @@ def evaluate_costs(model: CostModel, lengths: Iterable[int]) -> list[float]:
     """Return the cost of each length, in order, checked.
 
     Args:
-        model: Any cost model: `transformer_cost(...).of`, a `TableCost`, a function of yours.
+        model: Any cost model: `transformer_cost(...)`, a `TableCost`, a function of yours.
         lengths: Tokens or patches of each sample.
 
     Raises:
@@ -197,20 +190,6 @@ def evaluate_costs(model: CostModel, lengths: Iterable[int]) -> list[float]:
             )
         costs.append(cost)
     return costs
-
-
-def _layer_costs(
-    hidden_size: int, params_per_layer: int | None, attention_dim: int | None
-) -> tuple[int, int]:
-    """Return one layer's forward operations per token, and per token and token attended to."""
-    hidden_size = positive_int("hidden_size", hidden_size)
-    weights = 12 * hidden_size**2
-    if params_per_layer is not None:
-        weights = positive_int("params_per_layer", params_per_layer)
-    width = hidden_size
-    if attention_dim is not None:
-        width = positive_int("attention_dim", attention_dim)
-    return 2 * weights, 4 * width
 
 
 def _checked_passes(passes: float) -> float:

@@ -8,8 +8,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
+from evenstep.balance.checks import checked_count
 from evenstep.balance.packing_fill import longest_of_load
-from evenstep.balance.packing_input import check_share, checked_lengths, positive_int
+from evenstep.balance.packing_input import check_share, checked_lengths
 from evenstep.balance.packing_load import Coefficient, SequenceLoad
 
 
@@ -84,8 +85,8 @@ class DynamicProblem:
         Raises:
             ValueError: Naming the parameter, its value, the rule and the remedy.
         """
-        tokens_per_rank = positive_int("tokens_per_rank", tokens_per_rank)
-        num_ranks = positive_int("num_ranks", num_ranks)
+        tokens_per_rank = checked_count(tokens_per_rank, "tokens_per_rank")
+        num_ranks = checked_count(num_ranks, "num_ranks")
         exact = checked_lengths(lengths)
         for index, length in enumerate(exact):
             if length > tokens_per_rank * num_ranks:
@@ -94,7 +95,7 @@ class DynamicProblem:
                     f"tokens of all {num_ranks} ranks of {tokens_per_rank}; raise tokens_per_rank, "
                     "or shorten or drop the sequence"
                 )
-        multiple = positive_int("microbatch_multiple", multiple)
+        multiple = checked_count(multiple, "microbatch_multiple")
         if len(exact) < multiple:
             raise ValueError(
                 f"{len(exact)} sequences cannot fill a multiple of {multiple} micro-batches "
@@ -134,11 +135,11 @@ def _bound(lengths: Sequence[int], sizes: Sequence[GroupSize], least: Sequence[i
 
 def _checked_sizes(num_ranks: int, min_cp_size: int, cp_sizes: Sequence[int] | None) -> list[int]:
     """Return the allowed group sizes, ascending, the whole domain last."""
-    smallest = positive_int("min_cp_size", min_cp_size)
+    smallest = checked_count(min_cp_size, "min_cp_size")
     if cp_sizes is None:
         widths = [smallest << k for k in range(num_ranks.bit_length()) if smallest << k < num_ranks]
     else:
-        given = {positive_int(f"cp_sizes[{i}]", size) for i, size in enumerate(cp_sizes)}
+        given = {checked_count(size, f"cp_sizes[{i}]") for i, size in enumerate(cp_sizes)}
         widths = sorted(size for size in given if smallest <= size < num_ranks)
         for small, large in pairwise(widths):
             if large % small:

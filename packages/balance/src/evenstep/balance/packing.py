@@ -8,8 +8,9 @@ from evenstep.balance.packing_bounds import step_bound
 from evenstep.balance.packing_input import check_share
 from evenstep.balance.packing_load import SequenceLoad
 from evenstep.balance.packing_plan import PackingPlan, finished_plan
-from evenstep.balance.packing_problem import PackingProblem, Synchronize
+from evenstep.balance.packing_problem import PackingProblem
 from evenstep.balance.packing_search import balanced_microbatches
+from evenstep.balance.synchronize import Synchronize
 
 PackingStrategy: TypeAlias = Literal["balanced", "arrival"]
 """How bins are filled: balanced (ours), or in arrival order as Megatron-Core's `dp_balanced`."""

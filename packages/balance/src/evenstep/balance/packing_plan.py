@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from evenstep.balance.packing_bounds import fewest_microbatches
-from evenstep.balance.packing_problem import PackingProblem, Synchronize
+from evenstep.balance.packing_problem import PackingProblem
+from evenstep.balance.synchronize import Synchronize
 
 Bin: TypeAlias = tuple[int, ...]
 """Indices of the sequences that are laid end to end, ascending."""

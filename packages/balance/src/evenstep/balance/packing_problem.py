@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
 
-from evenstep.balance.packing_input import checked_lengths, positive_int
+from evenstep.balance.checks import checked_count
+from evenstep.balance.packing_input import checked_lengths
 from evenstep.balance.packing_load import SequenceLoad
-
-Synchronize: TypeAlias = Literal["microbatch", "step"]
-"""When ranks wait for each other: after every micro-batch, or only at the end of the step."""
+from evenstep.balance.synchronize import Synchronize, check_synchronize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +56,8 @@ class PackingProblem:
         Raises:
             ValueError: Naming the parameter, its value, the rule and the remedy.
         """
-        capacity = positive_int("capacity", capacity)
-        if synchronize not in get_args(Synchronize):
-            raise ValueError(
-                f"synchronize is {synchronize!r}; it must be one of {get_args(Synchronize)}"
-            )
+        capacity = checked_count(capacity, "capacity")
+        check_synchronize(synchronize)
         exact = checked_lengths(lengths)
         for index, length in enumerate(exact):
             if length > capacity:
@@ -70,8 +65,8 @@ class PackingProblem:
                     f"lengths[{index}] is {length}, more than the capacity of {capacity} tokens; "
                     "raise the capacity, or shorten or drop the sequence"
                 )
-        num_ranks = positive_int("num_ranks", num_ranks)
-        multiple = positive_int("microbatch_multiple", multiple)
+        num_ranks = checked_count(num_ranks, "num_ranks")
+        multiple = checked_count(multiple, "microbatch_multiple")
         if len(exact) < num_ranks * multiple:
             raise ValueError(
                 f"{len(exact)} sequences cannot fill {num_ranks} ranks x {multiple} micro-batches "
@@ -88,7 +83,7 @@ class PackingProblem:
             max_sequences=(
                 len(exact)
                 if max_sequences is None
-                else positive_int("max_sequences", max_sequences)
+                else checked_count(max_sequences, "max_sequences")
             ),
             num_ranks=num_ranks,
             multiple=multiple,

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from evenstep.balance.across import (
     SlotGroups,
     in_slots,
-    spread_per_micro_batch,
+    spread_per_microbatch,
     spread_per_step,
     synced_cost,
 )
@@ -21,10 +21,10 @@ from evenstep.balance.checks import checked_count
 from evenstep.balance.least_move import least_move_groups
 from evenstep.balance.order import deal, decreasing, unranked
 from evenstep.balance.refine import refined_groups
+from evenstep.balance.synchronize import Synchronize, check_synchronize
 
 StrategyName: TypeAlias = Literal["lpt", "refined", "least_move"]
 Scope: TypeAlias = Literal["slot", "window"]
-Sync: TypeAlias = Literal["micro_batch", "step"]
 
 TOLERANCE = 2e-4
 """Relative distance to the lower bound at which the search for better groups ends."""
@@ -39,7 +39,7 @@ class Strategy(Protocol):
         ...
 
     @property
-    def sync(self) -> Sync:
+    def synchronize(self) -> Synchronize:
         """Where ranks wait for each other: after every micro-batch, or once per step."""
         ...
 
@@ -67,9 +67,9 @@ class Lpt(NamedTuple):
         return "slot"
 
     @property
-    def sync(self) -> Sync:
+    def synchronize(self) -> Synchronize:
         """Every micro-batch is balanced by itself."""
-        return "micro_batch"
+        return "microbatch"
 
     def window(self, costs_per_slot: Sequence[Sequence[float]], n_groups: int) -> SlotGroups:
         """Return the groups of every slot (see `Strategy`)."""
@@ -86,7 +86,7 @@ class Refined(NamedTuple):
     """Relative distance to the lower bound at which the search ends."""
     scope: Scope = "slot"
     """`"window"`: samples may change their micro-batch."""
-    sync: Sync = "micro_batch"
+    synchronize: Synchronize = "microbatch"
     """Objective of `scope="window"`: sum over slots of the largest load, or largest total."""
 
     def window(self, costs_per_slot: Sequence[Sequence[float]], n_groups: int) -> SlotGroups:
@@ -105,7 +105,7 @@ class Refined(NamedTuple):
                     for costs in costs_per_slot
                 ]
             )
-        spread = spread_per_step if self.sync == "step" else spread_per_micro_batch
+        spread = spread_per_step if self.synchronize == "step" else spread_per_microbatch
         flat = list(chain.from_iterable(costs_per_slot))
         return spread(flat, len(costs_per_slot), n_groups, self.tolerance)
 
@@ -125,7 +125,7 @@ class LeastMove(NamedTuple):
     DP size is `n_groups` these are its ranks per node; paired modules must pass the same number."""
     scope: Scope = "slot"
     """`"window"`: samples may change their micro-batch, which costs nothing within a rank."""
-    sync: Sync = "micro_batch"
+    synchronize: Synchronize = "microbatch"
     """Objective of `scope="window"`: sum over slots of the largest load, or largest total."""
 
     def window(self, costs_per_slot: Sequence[Sequence[float]], n_groups: int) -> SlotGroups:
@@ -139,7 +139,7 @@ class LeastMove(NamedTuple):
         flat = list(chain.from_iterable(costs_per_slot))
         n_slots = len(costs_per_slot)
         totals = self.groups(flat, homes * n_slots, n_groups)
-        if self.sync == "step":
+        if self.synchronize == "step":
             return in_slots(flat, totals, n_slots, TOLERANCE)
         pooled = in_slots(flat, totals, n_slots, TOLERANCE)
         allowed = synced_cost(flat, Lpt().window(costs_per_slot, n_groups))
@@ -191,8 +191,7 @@ def check_settings(strategy: Refined | LeastMove) -> None:
     """Raise ValueError if a setting of the strategy is none of its allowed values."""
     if strategy.scope not in ("slot", "window"):
         raise ValueError(f"scope is {strategy.scope!r}; it must be 'slot' or 'window'")
-    if strategy.sync not in ("micro_batch", "step"):
-        raise ValueError(f"sync is {strategy.sync!r}; it must be 'micro_batch' or 'step'")
+    check_synchronize(strategy.synchronize)
     tolerance = strategy.tolerance
     if tolerance is not None and not (isfinite(tolerance) and tolerance >= 0):
         raise ValueError(f"tolerance is {tolerance!r}; it must be a finite number >= 0")

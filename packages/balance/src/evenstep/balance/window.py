@@ -9,7 +9,8 @@ from evenstep.balance.bounds import max_load_bound
 from evenstep.balance.checks import checked_dp_size, checked_groups, checked_window
 from evenstep.balance.plan import check_groups, relative_gap
 from evenstep.balance.route import Route, slot_routes
-from evenstep.balance.strategy import Scope, Strategy, StrategyName, Sync, resolve
+from evenstep.balance.strategy import Scope, Strategy, StrategyName, resolve
+from evenstep.balance.synchronize import Synchronize
 
 
 class WindowPlan(NamedTuple):
@@ -91,8 +92,8 @@ def plan_window(
         if owner != g % len(slots[0]) * dp_size // len(slots[0]):
             moved.append(cost)
     loads = tuple(tuple(map(fsum, ranks)) for ranks in members)
-    cost = _synced(loads, chosen.sync)
-    bound = min(cost, _bound(slots, dp_size, chosen.scope, chosen.sync))  # sums round
+    cost = _synced(loads, chosen.synchronize)
+    bound = min(cost, _bound(slots, dp_size, chosen.scope, chosen.synchronize))  # sums round
     total = fsum(chain.from_iterable(slots))
     return WindowPlan(
         route=route,
@@ -116,17 +117,19 @@ def _route(
     return slot_routes([list(chain.from_iterable(slot)) for slot in arranged], dp_size)
 
 
-def _synced(loads: Sequence[Sequence[float]], sync: Sync) -> float:
-    if sync == "micro_batch":
+def _synced(loads: Sequence[Sequence[float]], synchronize: Synchronize) -> float:
+    if synchronize == "microbatch":
         return fsum(max(ranks) for ranks in loads)
     return max((fsum(totals) for totals in zip(*loads, strict=True)), default=0.0)
 
 
-def _bound(slots: Sequence[Sequence[float]], dp_size: int, scope: Scope, sync: Sync) -> float:
+def _bound(
+    slots: Sequence[Sequence[float]], dp_size: int, scope: Scope, synchronize: Synchronize
+) -> float:
     """Return a lower bound on the cost of a window on `dp_size` ranks of equal sample counts."""
     if not slots:
         return 0.0
     size = len(slots[0]) // dp_size
-    if scope == "slot" and sync == "micro_batch":
+    if scope == "slot" and synchronize == "microbatch":
         return fsum(max_load_bound(costs, dp_size, size) for costs in slots)
     return max_load_bound(list(chain.from_iterable(slots)), dp_size, size * len(slots))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from evenstep.balance.packing_problem import Synchronize
+from evenstep.balance.synchronize import Synchronize
 
 Loads: TypeAlias = Sequence[Sequence[float]]
 """`[micro-batch][rank]`: summed cost."""

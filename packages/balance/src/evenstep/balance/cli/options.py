@@ -12,7 +12,7 @@ from evenstep.balance.cli.reading import Numbers, Rule, read_numbers
 from evenstep.balance.cli.source import Format, Source
 from evenstep.balance.cli.terminal import reading_progress
 from evenstep.balance.packing_load import SequenceLoad
-from evenstep.balance.packing_problem import Synchronize
+from evenstep.balance.synchronize import Synchronize
 
 _INPUT, _OUTPUT = "Input", "Output"
 

@@ -15,7 +15,7 @@ from evenstep.balance.cli.figures import Spread, ratio
 from evenstep.balance.cli.plot import plot_loads
 from evenstep.balance.cli.terminal import milliseconds, percent, print_table
 from evenstep.balance.packing_plan import PackingPlan
-from evenstep.balance.packing_problem import Synchronize
+from evenstep.balance.synchronize import Synchronize
 
 _HEAD = (
     "strategy",

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from math import fsum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evenstep.balance.cli.errors import MissingPackageError, UsageError
 from evenstep.balance.cli.figures import Loads, rank_totals, ratio
-from evenstep.balance.packing_problem import Synchronize
+from evenstep.balance.synchronize import Synchronize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,10 +96,10 @@ def _waited_for(loads: Loads, synchronize: Synchronize) -> Sequence[float]:
     """Return the loads of all ranks where they wait once."""
     if synchronize == "step":
         return rank_totals(loads)
-    ascending = sorted(loads, key=lambda ranks: ratio(max(ranks), sum(ranks)))
+    ascending = sorted(loads, key=lambda ranks: ratio(max(ranks), fsum(ranks)))
     return ascending[len(ascending) // 2]
 
 
 def _relative(ranks: Sequence[float]) -> list[float]:
-    mean = sum(ranks) / len(ranks)
+    mean = fsum(ranks) / len(ranks)
     return [ratio(load, mean) for load in ranks]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from evenstep.balance.cli.figures import Loads, Spread, ratio, step_time
-from evenstep.balance.packing_problem import Synchronize
+from evenstep.balance.synchronize import Synchronize
 
 Slots: TypeAlias = Sequence[Sequence[float]]
 """`[micro-batch][sample]`: costs, each rank's samples next to each other."""

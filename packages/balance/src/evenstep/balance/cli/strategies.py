@@ -7,7 +7,7 @@ from itertools import chain
 from evenstep.balance.bounds import max_load_bound
 from evenstep.balance.cli.simulation import Contender, Groups, Setting, Slots
 from evenstep.balance.plan import Sizes, plan_groups
-from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy, Sync
+from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy
 from evenstep.balance.window import build_window_route
 
 AS_READ = "as read"
@@ -28,13 +28,12 @@ def contender(name: str, setting: Setting) -> Contender:
 
     Where strategies leave samples in their micro-batch, so does their lower bound.
     """
-    sync: Sync = "micro_batch" if setting.synchronize == "microbatch" else "step"
     strategies: dict[str, Strategy] = {
         "lpt": Lpt(),
         "refined": Refined(),
         "least_move": LeastMove(),
-        "refined_window": Refined(scope="window", sync=sync),
-        "least_move_window": LeastMove(scope="window", sync=sync),
+        "refined_window": Refined(scope="window", synchronize=setting.synchronize),
+        "least_move_window": LeastMove(scope="window", synchronize=setting.synchronize),
     }
     bound = _bound(setting, least=setting.micro_batch, across=name in ACROSS_SLOTS)
     if name == AS_READ:
