@@ -246,4 +246,4 @@ def _megatrons(_: int, __: int) -> bool:
 
 def test_groups_that_megatron_has_made_are_taken(ranks: RankPools) -> None:
     pytest.importorskip("megatron.core")
-    assert all(ranks(WORLD_SIZE).run(_megatrons, deadline_s=170))
+    assert all(ranks(WORLD_SIZE).run(_megatrons, deadline_s=400))

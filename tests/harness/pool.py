@@ -18,7 +18,7 @@ from tests.harness.processes import (
 )
 
 GRACE_S = 2.0  # how long peers of a failed rank may take to report before they are killed
-GROUP_TIMEOUT_S = 60.0
+GROUP_TIMEOUT_S = 300.0
 
 
 class RankError(AssertionError):
@@ -62,7 +62,7 @@ class RankPool:
         ]
         self._gather(deadline_s=START_S)
 
-    def run(self, fn: RankFunction, *args: object, deadline_s: float = 60.0) -> list[Any]:
+    def run(self, fn: RankFunction, *args: object, deadline_s: float = 300.0) -> list[Any]:
         """Call `fn(rank, world_size, *args)` on every rank.
 
         Returns:

@@ -19,7 +19,7 @@ CONTEXT = multiprocessing.get_context("spawn")  # fork copies threads' locks and
 
 RankFunction = Callable[..., Any]
 
-START_S = 120.0  # importing torch on a busy machine
+START_S = 300.0  # importing torch on a busy machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
