@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from evenstep.balance import Route
 from evenstep.exchange.errors import ExchangeStoppedError, MismatchError
+from evenstep.exchange.garbage import collection_paused
 from evenstep.exchange.moves import Placement, plan_moves
 from evenstep.exchange.offer import Agreement, Offer
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
@@ -128,7 +129,8 @@ class SampleExchange:
 
         (offer, samples, layouts), messages = self._rounds.gather(Kind.OFFER, report)
         self._announcer.mark_announced()
-        with self._rounds.breaking():  # a table that is half extended is of no more use
+        # A table that is half extended is of no more use.
+        with self._rounds.breaking(), collection_paused():
             decoded = [
                 table.decode(message, rank)
                 for rank, (table, message) in enumerate(zip(self._tables, messages, strict=True))
@@ -158,13 +160,14 @@ class SampleExchange:
         """
 
         def commit() -> tuple[Transfer, bytes]:
-            moves = plan_moves(
-                plan(agreement),
-                holders=agreement.holders,
-                nbytes=agreement.nbytes,
-                rank=self.rank,
-                world_size=self.world_size,
-            )
+            with collection_paused():
+                moves = plan_moves(
+                    plan(agreement),
+                    holders=agreement.holders,
+                    nbytes=agreement.nbytes,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                )
             transfer = Transfer(
                 agreement,
                 moves,

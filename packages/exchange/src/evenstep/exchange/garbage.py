@@ -1,0 +1,23 @@
+"""Planning without the garbage collector."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def collection_paused() -> Iterator[None]:
+    """Hold the garbage collector off.
+
+    A plan for a large group is tens of thousands of new tuples, none of them garbage. They would
+    have the collector look at all objects of the process again and again, which takes longer than
+    the planning.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
