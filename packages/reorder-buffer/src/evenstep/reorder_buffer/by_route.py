@@ -49,14 +49,14 @@ def exchange_by_route(
         ValueError: If the arguments do not fit together.
         RuntimeError: If the route or what arrives is broken.
     """
+    if local < 1:
+        raise ValueError(f"local is {local}; a rank must own at least one sample of each slot")
     if not 0 <= dp_rank < dp_size:
         raise ValueError(
             f"dp_rank is {dp_rank}; it must be in [0, {dp_size}), the DP group's ranks"
         )
     if dp_group_nccl is None and dp_size > 1:
         raise ValueError(f"dp_group_nccl is None; {dp_size} ranks need a group to move samples")
-    if local < 1:
-        raise ValueError(f"local is {local}; a rank must own at least one sample of each slot")
     plan = prepare_sample_exchange(
         local_flats,
         all_global_indices[dp_rank],
