@@ -1,5 +1,6 @@
 """Waiting for a collective so that a stop, Ctrl-C, a timeout and a dead peer all get through."""
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -140,13 +141,15 @@ def _completes(
     doing: str,
     absent: Callable[[], Sequence[int]],
 ) -> bool:
-    try:
+    with contextlib.suppress(RuntimeError):
         work.wait(timedelta(seconds=POLL_S))
+        return True
+    if not work.is_completed():
+        return False  # only the poll's time is over; the operation goes on
+    try:
+        work.wait()
     except RuntimeError as error:
-        if not work.is_completed():
-            return False  # only the poll's time is over; the operation goes on
-        if work.exception() is not None:
-            raise _lost(group, doing, error, absent) from error
+        raise _lost(group, doing, error, absent) from error
     return True
 
 
