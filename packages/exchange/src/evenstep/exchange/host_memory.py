@@ -18,13 +18,15 @@ import torch
 CPU = torch.device("cpu")
 
 _PAGE_BYTES = 1 << 12
+_KEPT_SHARE = 1.25  # of the most that was in use: requests vary, so that not all regions fit again
 _LEAST_BYTES = 1 << 17  # smaller blocks are kept for reuse by the C library's allocator
 
 
 class HostMemory:
     """Memory for tensors; it comes back by itself when the last tensor on it is gone.
 
-    What is free is kept, up to as much as was in use at once not long ago. Any thread may call.
+    What is free is kept, up to a little more than was in use at once not long ago. Any thread may
+    call.
     """
 
     def __init__(self) -> None:
@@ -65,9 +67,9 @@ class HostMemory:
             else:
                 self._free.remove(region)
             self._bytes_in_use += len(region)
-            fading = self._recent_peak - self._recent_peak // 64
+            fading = self._recent_peak - self._recent_peak // 1024  # half in some 700 takes
             self._recent_peak = max(self._bytes_in_use, fading)
-            while sum(map(len, self._free)) > self._recent_peak:
+            while sum(map(len, self._free)) > _KEPT_SHARE * self._recent_peak:
                 del self._free[0]  # the one that was not wanted for longest
             return region
 
