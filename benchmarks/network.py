@@ -72,7 +72,7 @@ def rank_main(rank: int, rendezvous: str) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in CASE.targets}
     for _ in range(ROUNDS + 1):
         for name, values in seconds.items():
-            values.append(bench.timed(partial(bench.window, name)))
+            values.append(bench.timed(partial(bench.window, name)).seconds)
     if rank == 0:
         print(json.dumps({name: values[1:] for name, values in seconds.items()}), flush=True)
     dist.destroy_process_group()
