@@ -29,7 +29,7 @@ from benchmarks.balance_packing import FIXED, LOAD, SEEDS, Fixed
 from benchmarks.workloads import conversation_tokens, long_lengths
 from evenstep.balance import Synchronize
 from evenstep.gbpacking import PackingOptions, build_unpacked_sample
-from evenstep.gbpacking.own_step import StepScheduler
+from evenstep.gbpacking.fixed_step import FixedStepScheduler
 from evenstep.gbpacking.sample import TOKEN_KEYS
 from evenstep.gbpacking.step_plan import StepRules
 from tests.gbpacking.gpt_steps import NUM_MICROBATCHES, Layout, packed_steps, unpacked_steps
@@ -104,7 +104,9 @@ def _pack_draws(
         options=PackingOptions(synchronize=synchronize),
     )
     groups = SimpleNamespace(tp=alone, cp=alone, pp=alone, dp=dist.group.WORLD)
-    packer = StepScheduler(rules, groups, keys=TOKEN_KEYS, multiple=1, device=torch.device("cpu"))
+    packer = FixedStepScheduler(
+        rules, groups, keys=TOKEN_KEYS, multiple=1, device=torch.device("cpu")
+    )
     steps = []
     for lengths in draws:
         rows = [torch.zeros(length, dtype=torch.int64) for length in lengths[rank::num_ranks]]

@@ -209,6 +209,11 @@ def _sizes(rank: int, _: int, sizes: Sequence[int]) -> dict[str, Any]:
             total = torch.tensor([rank])
             dist.all_reduce(total, group=group)
             sums[size] = int(total)
+    dist.destroy_process_group(made[2])  # by somebody else
+    prepare_cp_groups(domain, sizes)
+    total = torch.tensor([rank])
+    dist.all_reduce(total, group=cp_group_of(domain, 2))
+    assert int(total) == sums[2]
     destroy_cp_groups()
     destroy_cp_groups()  # twice is once
     try:

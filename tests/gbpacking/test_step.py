@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.balance import SequenceLoad
+from evenstep.balance import PackingPlan, SequenceLoad
 from evenstep.gbpacking import (
     IteratorEndedError,
     PackingOptions,
@@ -17,7 +17,8 @@ from evenstep.gbpacking import (
     SampleError,
     build_unpacked_sample,
 )
-from evenstep.gbpacking.own_step import PackedStep, StepScheduler
+from evenstep.gbpacking.fixed_step import FixedStepScheduler
+from evenstep.gbpacking.own_step import PackedStep
 from evenstep.gbpacking.pull import pull_samples
 from evenstep.gbpacking.sample import TOKEN_KEYS
 from evenstep.gbpacking.step_lengths import StepLengths
@@ -62,7 +63,7 @@ class Alone:
         return 1
 
 
-def scheduler(step_rules: StepRules, *, groups: Any = None, **changes: Any) -> StepScheduler:
+def scheduler(step_rules: StepRules, *, groups: Any = None, **changes: Any) -> FixedStepScheduler:
     alone = Alone()
     arguments: dict[str, Any] = {
         "keys": TOKEN_KEYS,
@@ -71,7 +72,7 @@ def scheduler(step_rules: StepRules, *, groups: Any = None, **changes: Any) -> S
         **changes,
     }
     groups = groups or SimpleNamespace(tp=alone, cp=alone, pp=alone, dp=alone)
-    return StepScheduler(step_rules, groups, **arguments)
+    return FixedStepScheduler(step_rules, groups, **arguments)
 
 
 # ---- plans ----
@@ -185,7 +186,7 @@ def test_an_iterator_that_ends_inside_a_step_says_how_far_it_came() -> None:
 # ---- one rank ----
 
 
-def tokens_of(step: PackedStep) -> list[list[int]]:
+def tokens_of(step: PackedStep[PackingPlan]) -> list[list[int]]:
     assert step.microbatches is not None
     return [microbatch["tokens"].tolist() for microbatch in step.microbatches]
 

@@ -141,9 +141,20 @@ def _serve(pipe: Connection, seat: Seat) -> None:
 
     pipe.send((True, None))
     for fn, args in _requests(pipe):
+        _destroy_groups()  # only now: all ranks have answered, so none is inside a collective
         try:
             reply = (True, fn(seat.rank, seat.world_size, *args))
         except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
             reply = (False, traceback.format_exc())
         pipe.send(reply)
     dist.destroy_process_group()
+
+
+def _destroy_groups() -> None:
+    """Destroy all groups but the default one: the thread of each wakes a hundred times a second."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    for group in [*_world.pg_map]:
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -103,6 +104,8 @@ def join_group(seat: Seat) -> None:
     """Enter the Gloo default group of this machine's ranks."""
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
+    # Ignored, and that is inherited, where the tests run as a shell's background job.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch
     import torch.distributed as dist
 

@@ -48,6 +48,20 @@ def _hang_on_one(rank: int, _world_size: int) -> int:
     return rank
 
 
+def _make_a_group(_rank: int, _world_size: int) -> int:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    before = len(_world.pg_map)
+    dist.new_group()
+    return before
+
+
+def test_pool_destroys_the_groups_of_one_function_before_the_next(ranks: RankPools) -> None:
+    for _ in range(3):
+        assert ranks(2).run(_make_a_group) == [1, 1]  # the default group
+
+
 def test_pool_returns_results_in_rank_order_and_is_reused(ranks: RankPools) -> None:
     pool = ranks(2)
     assert pool.run(_sum_of_ranks, 10) == [(0, 2, 21), (1, 2, 21)]

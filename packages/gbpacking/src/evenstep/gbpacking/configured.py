@@ -1,8 +1,8 @@
 """Read from a model's configuration and process groups what our scheduler needs."""
 
 from evenstep.balance import SequenceLoad
+from evenstep.gbpacking.fixed_step import FixedStepScheduler
 from evenstep.gbpacking.links import communication_device
-from evenstep.gbpacking.own_step import StepScheduler
 from evenstep.gbpacking.sample import padding_multiple
 from evenstep.gbpacking.stage import ModelGroups, mtp_reads_here, needed_keys
 from evenstep.gbpacking.step_plan import PackingOptions, StepRules
@@ -10,7 +10,7 @@ from evenstep.gbpacking.step_plan import PackingOptions, StepRules
 
 def step_scheduler(
     name: str, model_config: object, groups: ModelGroups, options: PackingOptions | None
-) -> StepScheduler:
+) -> FixedStepScheduler:
     """Return our scheduler, set up as the model's configuration and process groups say.
 
     Args:
@@ -33,7 +33,7 @@ def step_scheduler(
         options=options,
     )
     has_mtp = mtp_reads_here(model_config, groups, vp_stage=None, vp_size=vp_size)
-    return StepScheduler(
+    return FixedStepScheduler(
         rules,
         groups,
         keys=needed_keys(

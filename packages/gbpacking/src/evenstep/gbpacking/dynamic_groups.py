@@ -13,6 +13,8 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from evenstep.gbpacking.links import ranks_of
+
 _MEGATRON_GETTERS: Final = (
     "get_dynamic_data_context_parallel_groups",
     "get_hybrid_data_context_parallel_groups",
@@ -92,20 +94,15 @@ def _megatrons_group(members: list[int]) -> ProcessGroup | None:
             group: ProcessGroup = getter(group_size=len(members))
         except (AssertionError, KeyError):  # not started, or without groups of this size
             continue
-        if _ranks_of(group) == members:
+        if ranks_of(group) == members:
             return group
     return None
 
 
-def _ranks_of(group: ProcessGroup) -> list[int] | None:
-    """Return the global ranks of a group, None if it was destroyed."""
-    try:
-        return dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):
-        return None
-
-
 def _forget_destroyed() -> None:
-    for domain in [domain for domain in _groups if _ranks_of(domain) is None]:
-        del _groups[domain]
-    _made[:] = [group for group in _made if _ranks_of(group) is not None]
+    for domain, known in [*_groups.items()]:
+        for size in [size for size, group in known.items() if ranks_of(group) is None]:
+            del known[size]
+        if domain.size() not in known:
+            del _groups[domain]
+    _made[:] = [group for group in _made if ranks_of(group) is not None]

@@ -1,26 +1,24 @@
-"""The loop of one step under dynamic context parallelism: read, plan, cut, move, pack.
+"""A step under dynamic context parallelism: slices move over all ranks of the domain.
 
-As with a fixed size (`own_step`), but a sample's group may be any ranks of the DP x CP domain, so
-slices move over the domain, and a micro-batch holds this rank's slices, not the whole pack.
+A sample's group may be any ranks of the DP x CP domain. A micro-batch holds this rank's slices with
+the borders of the whole pack, and `local_cp_size`.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 
-from evenstep.balance import CpGroup, DynamicCpPlan
-from evenstep.exchange import Agreement, Offer
+from evenstep.balance import DynamicCpPlan
+from evenstep.exchange import Agreement, Offer, Transfer
 from evenstep.gbpacking.dynamic_groups import prepare_cp_groups
 from evenstep.gbpacking.dynamic_plan import DynamicStepRules
 from evenstep.gbpacking.dynamic_slices import cut, planned_slices
-from evenstep.gbpacking.pull import LoaderItem
-from evenstep.gbpacking.sample import Sample, tensors_of
+from evenstep.gbpacking.own_step import RankPack, StepScheduler
+from evenstep.gbpacking.sample import tensors_of
 from evenstep.gbpacking.stage import ModelGroups
 from evenstep.gbpacking.step_lengths import StepLengths
-from evenstep.gbpacking.step_reading import StepReader
-from evenstep.gbpacking.thd import pack_metadata, pack_microbatch
 from evenstep.serialize import FlatSample
 
 
@@ -34,22 +32,7 @@ class DomainGroups(ModelGroups, Protocol):
     dp_cp: ProcessGroup
 
 
-class DynamicStep(NamedTuple):
-    """One step on this rank.
-
-    Attributes:
-        microbatches: This rank's slices of each THD micro-batch, with the borders of the whole and
-            `local_cp_size`; None if it is not tensor-parallel rank 0.
-        plan: The whole step, equal on all ranks.
-        lengths: The step's samples, equal on all ranks.
-    """
-
-    microbatches: list[Sample] | None
-    plan: DynamicCpPlan
-    lengths: StepLengths
-
-
-class DynamicStepScheduler:
+class DynamicStepScheduler(StepScheduler[DynamicCpPlan]):
     """Packs the steps of one model onto context-parallel groups sized for their sequences.
 
     Args:
@@ -69,45 +52,37 @@ class DynamicStepScheduler:
         multiple: int,
         device: torch.device,
     ) -> None:
-        self._rules = rules
-        self._groups = groups
-        self._keys = tuple(keys)
-        self._device = device
-        self._reader = StepReader(
+        super().__init__(
             groups,
             rules.settings,
             keys=keys,
             capacity=rules.capacity,
             multiple=multiple,
             timeout_s=rules.options.timeout_s,
+            device=device,
         )
+        self._rules = rules
+        self._domain = groups.dp_cp
+        self._cp_size = groups.cp.size()
 
-    def run(self, data_iterator: Iterator[LoaderItem] | None, num_microbatches: int) -> DynamicStep:
-        """Pack one step; every rank of the model must call this.
-
-        Args:
-            data_iterator: This rank's samples; None on a rank that reads none.
-            num_microbatches: Items to pull from it.
-
-        Raises:
-            ExchangeError: If a rank failed, on every rank of the model in the same step.
-            ValueError: On every rank alike, if the samples cannot be packed.
-        """
-        agreement, lengths = self._reader.read(data_iterator, num_microbatches)
+    def _plan(self, lengths: StepLengths) -> DynamicCpPlan:
         plan = self._rules.plan(lengths)
-        prepare_cp_groups(self._groups.dp_cp, self._rules.group_sizes)
-        if self._groups.tp.rank() > 0:
-            return DynamicStep(None, plan, lengths)
-        if agreement is None or not self._keys:
-            return DynamicStep(self._borders_only(plan, lengths), plan, lengths)
-        return DynamicStep(self._moved(agreement, plan, lengths), plan, lengths)
+        prepare_cp_groups(self._domain, self._rules.group_sizes)
+        return plan
 
-    def _moved(
-        self, agreement: Agreement, plan: DynamicCpPlan, lengths: StepLengths
-    ) -> list[Sample]:
-        """Bring each slice to its rank, and lay those of this rank out."""
-        slices = planned_slices(plan, lengths.holders, cp_size=self._groups.cp.size())
-        rank = self._groups.dp_cp.rank()
+    def _packs(self, plan: DynamicCpPlan) -> list[RankPack]:
+        rank = self._domain.rank()
+        groups = [plan.group_of(number, rank) for number in range(plan.num_microbatches)]
+        return [
+            RankPack(
+                group.sequences, {"local_cp_size": torch.tensor([group.size], dtype=torch.int32)}
+            )
+            for group in groups
+        ]
+
+    def _prepare(self, agreement: Agreement, plan: DynamicCpPlan, lengths: StepLengths) -> Transfer:
+        slices = planned_slices(plan, lengths.holders, cp_size=self._cp_size)
+        rank = self._domain.rank()
 
         def offer() -> Offer:
             samples = [tensors_of(sample) for sample in agreement.offer.samples]
@@ -119,46 +94,6 @@ class DynamicStepScheduler:
             return Offer(samples=mine, slot_counts=[len(mine)], costs=[0.0] * len(mine))
 
         exchange = self._reader.exchange("dp_cp")
-        transfer = exchange.prepare(
+        return exchange.prepare(
             exchange.agree(offer), lambda _: ((i, one.route) for i, one in enumerate(slices))
         )
-        transfer.launch()
-        packs: list[list[Sample]] = [[] for _ in plan.microbatches]
-        for arrival in transfer.wait():
-            packs[arrival.dst_slot].append(tensors_of(arrival.sample))
-        microbatches = [
-            {
-                **pack_microbatch(
-                    pack,
-                    original=[lengths.original[index] for index in group.sequences],
-                    padded=[lengths.padded[index] for index in group.sequences],
-                    keys=self._keys,
-                    device=self._device,
-                ),
-                **_cp_size_of(group),
-            }
-            for pack, group in zip(packs, self._own_groups(plan), strict=True)
-        ]
-        transfer.release()  # the packs are copies
-        return microbatches
-
-    def _borders_only(self, plan: DynamicCpPlan, lengths: StepLengths) -> list[Sample]:
-        """Return the packs of a stage that reads no tokens: they follow from the lengths."""
-        return [
-            {
-                **pack_metadata(
-                    [lengths.original[index] for index in group.sequences],
-                    [lengths.padded[index] for index in group.sequences],
-                ),
-                **_cp_size_of(group),
-            }
-            for group in self._own_groups(plan)
-        ]
-
-    def _own_groups(self, plan: DynamicCpPlan) -> list[CpGroup]:
-        rank = self._groups.dp_cp.rank()
-        return [plan.group_of(number, rank) for number in range(plan.num_microbatches)]
-
-
-def _cp_size_of(group: CpGroup) -> Sample:
-    return {"local_cp_size": torch.tensor([group.size], dtype=torch.int32)}

@@ -18,9 +18,9 @@ from evenstep.gbpacking.dynamic_step import DynamicStepScheduler
 from evenstep.gbpacking.enabled import dynamic_context_parallel_enabled
 from evenstep.gbpacking.fetch import fetch_packed
 from evenstep.gbpacking.finalize import finalize_packed_seq_params
+from evenstep.gbpacking.fixed_step import FixedStepScheduler
 from evenstep.gbpacking.links import communication_device
 from evenstep.gbpacking.megatron_api import call_with_accepted, scheduler_api
-from evenstep.gbpacking.own_step import StepScheduler
 from evenstep.gbpacking.pull import LoaderItem
 from evenstep.gbpacking.sample import Sample
 from evenstep.gbpacking.stage import ModelGroups, mtp_reads_here, needed_keys
@@ -203,7 +203,7 @@ def _own_scheduler(
     model_config: object,
     groups: ModelGroups,
     options: PackingOptions | DynamicCpOptions | None,
-) -> StepScheduler | DynamicStepScheduler:
+) -> FixedStepScheduler | DynamicStepScheduler:
     if name in DYNAMIC_SCHEDULERS and not isinstance(options, PackingOptions):
         return dynamic_step_scheduler(name, model_config, groups, options)
     if name not in DYNAMIC_SCHEDULERS and not isinstance(options, DynamicCpOptions):

@@ -21,6 +21,14 @@ def communication_device(group: ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+def ranks_of(group: ProcessGroup) -> list[int] | None:
+    """Return the global ranks of a group in its order, None if it was destroyed."""
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return None
+
+
 def exchange_over(
     group: ProcessGroup, settings: dict[str, Setting], *, timeout_s: float
 ) -> SampleExchange:
@@ -66,10 +74,11 @@ def _control_group(group: ProcessGroup) -> ProcessGroup:
 
 def _forget_destroyed() -> None:
     """Drop what belongs to groups that were destroyed, so that they do not live on here."""
-    for group in {group for group, _ in _exchanges} | _twins.keys():
-        try:
-            dist.get_process_group_ranks(group)
-        except (KeyError, ValueError):
-            _twins.pop(group, None)
-            for key in [key for key in _exchanges if key[0] is group]:
-                del _exchanges[key]
+    used = {group for group, _ in _exchanges} | {*_twins.keys(), *_twins.values()}
+    gone = {group for group in used if ranks_of(group) is None}
+    for group, twin in [*_twins.items()]:
+        if {group, twin} & gone:
+            del _twins[group]
+            gone.add(group)  # its exchange speaks over the twin
+    for key in [key for key in _exchanges if key[0] in gone]:
+        del _exchanges[key]

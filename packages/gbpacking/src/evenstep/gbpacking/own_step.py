@@ -1,26 +1,49 @@
-"""Our scheduler's loop for one step: read, plan, move, pack.
+"""Our schedulers' loop for one step: read, plan, move, pack.
 
 Moving concerns the ranks that have a data iterator: tensor-parallel rank 0 of those pipeline
 stages. Everyone learns the lengths, and plans for itself; plans are pure, so they agree.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from evenstep.balance import PackingPlan
-from evenstep.exchange import Agreement
+from evenstep.exchange import Agreement, Setting, Transfer
 from evenstep.gbpacking.pull import LoaderItem
 from evenstep.gbpacking.sample import Sample, tensors_of
 from evenstep.gbpacking.stage import ModelGroups
 from evenstep.gbpacking.step_lengths import StepLengths
-from evenstep.gbpacking.step_plan import StepRules, deliveries
 from evenstep.gbpacking.step_reading import StepReader
 from evenstep.gbpacking.thd import pack_metadata, pack_microbatch
 
 
-class PackedStep(NamedTuple):
+class StepPlan(Protocol):
+    """Which sequences each rank computes in which micro-batch."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of every rank."""
+        ...
+
+
+PlanT = TypeVar("PlanT", bound=StepPlan)
+
+
+class RankPack(NamedTuple):
+    """This rank's part of one micro-batch.
+
+    Attributes:
+        sequences: Global indices, in the order of the pack.
+        extra: What the pack says beside its tokens and their borders.
+    """
+
+    sequences: Sequence[int]
+    extra: Mapping[str, torch.Tensor]
+
+
+class PackedStep(NamedTuple, Generic[PlanT]):
     """One step on this rank.
 
     Attributes:
@@ -30,44 +53,56 @@ class PackedStep(NamedTuple):
     """
 
     microbatches: list[Sample] | None
-    plan: PackingPlan
+    plan: PlanT
     lengths: StepLengths
 
 
-class StepScheduler:
-    """Packs the steps of one model: its rules, its groups, and the fields that this stage needs.
+class StepScheduler(ABC, Generic[PlanT]):
+    """Packs the steps of one model; how it plans and what it moves, the subclasses say.
 
     Args:
-        rules: What plans must keep.
         groups: The rank's process groups.
+        settings: What all ranks of the model must have set alike.
         keys: Per-token fields that this pipeline stage reads; empty for one in the middle.
+        capacity: Most tokens of a sample.
         multiple: What padded lengths must be a multiple of.
+        timeout_s: Seconds to wait for other ranks.
         device: Where micro-batches are put.
     """
 
     def __init__(
         self,
-        rules: StepRules,
         groups: ModelGroups,
+        settings: Mapping[str, Setting],
         *,
         keys: Sequence[str],
+        capacity: int,
         multiple: int,
+        timeout_s: float,
         device: torch.device,
     ) -> None:
-        self._rules = rules
-        self._groups = groups
+        self._tp_rank = groups.tp.rank()
         self._keys = tuple(keys)
         self._device = device
         self._reader = StepReader(
-            groups,
-            rules.settings,
-            keys=keys,
-            capacity=rules.capacity,
-            multiple=multiple,
-            timeout_s=rules.options.timeout_s,
+            groups, settings, keys=keys, capacity=capacity, multiple=multiple, timeout_s=timeout_s
         )
 
-    def run(self, data_iterator: Iterator[LoaderItem] | None, num_microbatches: int) -> PackedStep:
+    @abstractmethod
+    def _plan(self, lengths: StepLengths) -> PlanT:
+        """Plan the step, the same on every rank; every rank of the model calls this."""
+
+    @abstractmethod
+    def _packs(self, plan: PlanT) -> list[RankPack]:
+        """Return this rank's part of each micro-batch."""
+
+    @abstractmethod
+    def _prepare(self, agreement: Agreement, plan: PlanT, lengths: StepLengths) -> Transfer:
+        """Prepare to bring each sample to the ranks that pack it: the slot is the micro-batch."""
+
+    def run(
+        self, data_iterator: Iterator[LoaderItem] | None, num_microbatches: int
+    ) -> PackedStep[PlanT]:
         """Pack one step; every rank of the model must call this.
 
         Args:
@@ -79,43 +114,35 @@ class StepScheduler:
             ValueError: On every rank alike, if the samples cannot be packed.
         """
         agreement, lengths = self._reader.read(data_iterator, num_microbatches)
-        plan = self._rules.plan(lengths)
-        if self._groups.tp.rank() > 0:
+        plan = self._plan(lengths)
+        if self._tp_rank > 0:
             return PackedStep(None, plan, lengths)
-        if agreement is None or not self._keys:
-            return PackedStep(self._borders_only(plan, lengths), plan, lengths)
+        if agreement is None or not self._keys:  # the borders follow from the lengths
+            borders = [
+                {**pack_metadata(**lengths.of_pack(pack.sequences)), **pack.extra}
+                for pack in self._packs(plan)
+            ]
+            return PackedStep(borders, plan, lengths)
         return PackedStep(self._moved(agreement, plan, lengths), plan, lengths)
 
-    def _moved(self, agreement: Agreement, plan: PackingPlan, lengths: StepLengths) -> list[Sample]:
-        """Move each sample to the rank that packs it, and lay the packs of this rank out."""
-        transfer = self._reader.exchange("dp").prepare(agreement, lambda _: deliveries(plan))
+    def _moved(self, agreement: Agreement, plan: PlanT, lengths: StepLengths) -> list[Sample]:
+        """Move the samples, and lay the packs of this rank out."""
+        transfer = self._prepare(agreement, plan, lengths)
         transfer.launch()
-        arrivals = transfer.wait()
-        packs: list[list[Sample]] = [[] for _ in plan.microbatches]
-        for arrival in arrivals:
-            packs[arrival.dst_slot].append(tensors_of(arrival.sample))
+        arrived: list[list[Sample]] = [[] for _ in range(plan.num_microbatches)]
+        for arrival in transfer.wait():
+            arrived[arrival.dst_slot].append(tensors_of(arrival.sample))
         microbatches = [
-            pack_microbatch(
-                samples,
-                original=[lengths.original[index] for index in pack],
-                padded=[lengths.padded[index] for index in pack],
-                keys=self._keys,
-                device=self._device,
-            )
-            for samples, pack in zip(packs, self._packs(plan), strict=True)
+            {
+                **pack_microbatch(
+                    samples,
+                    **lengths.of_pack(pack.sequences),
+                    keys=self._keys,
+                    device=self._device,
+                ),
+                **pack.extra,
+            }
+            for samples, pack in zip(arrived, self._packs(plan), strict=True)
         ]
         transfer.release()  # the packs are copies
         return microbatches
-
-    def _borders_only(self, plan: PackingPlan, lengths: StepLengths) -> list[Sample]:
-        """Return the packs of a stage that reads no tokens: they follow from the lengths."""
-        return [
-            pack_metadata(
-                [lengths.original[index] for index in pack],
-                [lengths.padded[index] for index in pack],
-            )
-            for pack in self._packs(plan)
-        ]
-
-    def _packs(self, plan: PackingPlan) -> list[tuple[int, ...]]:
-        return [packs[self._groups.dp.rank()] for packs in plan.microbatches]

@@ -49,6 +49,13 @@ class StepLengths:
         """`(padded, original)` of each sample, as the exchange carries costs: exact to 2**53."""
         return [(float(p), float(o)) for p, o in zip(self.padded, self.original, strict=True)]
 
+    def of_pack(self, sequences: Sequence[int]) -> dict[str, list[int]]:
+        """Return the `original` and `padded` lengths of a pack, in its order."""
+        return {
+            "original": [self.original[index] for index in sequences],
+            "padded": [self.padded[index] for index in sequences],
+        }
+
     @classmethod
     def from_agreement(cls, agreement: Agreement) -> "StepLengths":
         """Read from what the data-parallel ranks agreed on; costs are `(padded, original)`.

@@ -13,7 +13,7 @@ from evenstep.exchange import (
     prepare_sample_exchange,
 )
 from evenstep.reorder_buffer.agreement import check_agreement
-from evenstep.reorder_buffer.buffer import Launch, ReorderingBuffer
+from evenstep.reorder_buffer.buffer import ReorderingBuffer
 from evenstep.reorder_buffer.by_route import exchange_by_route, reassemble_window
 from evenstep.reorder_buffer.cost import (
     CostFunction,
@@ -47,6 +47,7 @@ from evenstep.reorder_buffer.reader import Stateful
 from evenstep.reorder_buffer.ready_costs import ImageCost, TextAndImageCost, TextCost
 from evenstep.reorder_buffer.report import write_report
 from evenstep.reorder_buffer.sample_list import SAMPLE_LIST, SampleListLayout
+from evenstep.reorder_buffer.single_window import exchange_window
 from evenstep.reorder_buffer.state import StateDict
 from evenstep.reorder_buffer.stats import OnWindow, SlotLoads, WindowSeconds, WindowStats
 from evenstep.reorder_buffer.stats_adapters import (
@@ -61,7 +62,8 @@ from evenstep.reorder_buffer.vision import (
     empty_like_vision,
     patches_per_image,
 )
-from evenstep.reorder_buffer.window import OnUnevenEnd, UnevenEndError, exchange_window
+from evenstep.reorder_buffer.window import OnUnevenEnd, UnevenEndError
+from evenstep.reorder_buffer.windows import Launch
 from evenstep.serialize import (
     deserialize_sample,
     sample_byte_size,

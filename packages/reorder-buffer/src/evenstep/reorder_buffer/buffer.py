@@ -3,9 +3,9 @@
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Any, Generic, Literal, Self, TypeAlias
+from typing import Any, Generic, Self
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from evenstep.reorder_buffer.paired import PairedCheck, PairedModules
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
 from evenstep.reorder_buffer.reader import LoaderReader
 from evenstep.reorder_buffer.settings import (
-    check_overlap,
     check_rank,
     check_uneven_end,
     check_window_size,
@@ -39,16 +38,9 @@ from evenstep.reorder_buffer.state import (
 )
 from evenstep.reorder_buffer.stats import OnWindow
 from evenstep.reorder_buffer.window import BalancedWindow, OnUnevenEnd, WindowPipeline
-from evenstep.reorder_buffer.windows import CallerLaunches, Inline, Windows, WorkerDoesAll
+from evenstep.reorder_buffer.windows import Launch, Windows, WindowsMaker, windows_maker
 
-__all__ = ["Launch", "ReorderingBuffer"]
-
-Launch: TypeAlias = Literal["auto", "caller", "worker"]
-"""Which thread launches the samples' collective under overlap."""
-
-_Driver: TypeAlias = Callable[
-    [WindowPipeline[BatchT], WindowSource[BatchT], StopRequest], Windows[BatchT]
-]
+__all__ = ["ReorderingBuffer"]
 
 
 class ReorderingBuffer(Generic[BatchT]):
@@ -124,7 +116,7 @@ class ReorderingBuffer(Generic[BatchT]):
         check_window_size(window_size)
         check_rank(dp_rank, dp_size)
         check_uneven_end(on_uneven_end)
-        driver: _Driver[BatchT] = _driver(
+        driver: WindowsMaker[BatchT] = windows_maker(
             overlap=overlap, launch=launch, control=dp_group_gloo, payload=dp_group_nccl
         )
         self._reader = LoaderReader(data_iterator)
@@ -317,24 +309,6 @@ class ReorderingBuffer(Generic[BatchT]):
         """Note how it ended, the first time, and close."""
         self._end = self._end or end
         self._finalizer()
-
-
-def _driver(
-    *,
-    overlap: bool,
-    launch: Launch,
-    control: dist.ProcessGroup | None,
-    payload: dist.ProcessGroup | None,
-) -> "_Driver[BatchT]":
-    if launch not in {"auto", "caller", "worker"}:
-        raise ValueError(f"launch is {launch!r}; it must be 'auto', 'caller' or 'worker'")
-    if not overlap:
-        return Inline
-    if launch == "auto":
-        on_gpu = payload is not None and dist.get_backend(payload) == "nccl"
-        launch = "caller" if on_gpu else "worker"
-    check_overlap(control, payload, one_thread=launch == "worker")
-    return CallerLaunches if launch == "caller" else WorkerDoesAll
 
 
 def _side_stream() -> torch.cuda.Stream | None:

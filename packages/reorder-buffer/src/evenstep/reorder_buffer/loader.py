@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from evenstep.balance import Strategy
 from evenstep.exchange import ModuleGroups, Patience
-from evenstep.reorder_buffer.buffer import Launch, ReorderingBuffer
+from evenstep.reorder_buffer.buffer import ReorderingBuffer
 from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
@@ -21,6 +21,7 @@ from evenstep.reorder_buffer.presets import MIMO_LAYOUT
 from evenstep.reorder_buffer.state import StateDict, begin_next_pass
 from evenstep.reorder_buffer.stats import OnWindow
 from evenstep.reorder_buffer.window import OnUnevenEnd
+from evenstep.reorder_buffer.windows import Launch
 
 __all__ = ["BalancedLoader", "balance_loader"]
 

@@ -2,19 +2,24 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from evenstep.reorder_buffer.device import record_stream_for_batch
 from evenstep.reorder_buffer.layout import BatchT
 from evenstep.reorder_buffer.overlap import OverlapWorker, StopRequest
+from evenstep.reorder_buffer.settings import check_overlap
 from evenstep.reorder_buffer.source import WindowSource
 from evenstep.reorder_buffer.window import BalancedWindow, PreparedWindow, WindowPipeline
 
-__all__ = ["CallerLaunches", "Inline", "Windows", "WorkerDoesAll"]
+__all__ = ["Launch", "Windows", "WindowsMaker", "windows_maker"]
 
 T = TypeVar("T")
+
+Launch: TypeAlias = Literal["auto", "caller", "worker"]
+"""Which thread launches the samples' collective under overlap."""
 
 
 class Windows(Protocol[BatchT]):
@@ -27,6 +32,11 @@ class Windows(Protocol[BatchT]):
     def close(self) -> None:
         """Tell the peers, if they do not know yet, and end all threads, in bounded time."""
         ...
+
+
+WindowsMaker: TypeAlias = Callable[
+    [WindowPipeline[BatchT], WindowSource[BatchT], StopRequest], Windows[BatchT]
+]
 
 
 class Inline(Generic[BatchT]):
@@ -161,6 +171,35 @@ class CallerLaunches(Generic[BatchT]):
         if ready is None and self._moving is None:
             return None
         return _Step(ready, self._moving)
+
+
+def windows_maker(
+    *,
+    overlap: bool,
+    launch: Launch,
+    control: dist.ProcessGroup | None,
+    payload: dist.ProcessGroup | None,
+) -> WindowsMaker[BatchT]:
+    """Return what divides the work between threads as the user chose.
+
+    Args:
+        overlap: Whether a worker stays ahead.
+        launch: The thread that launches the samples' collective then.
+        control: The group for the metadata.
+        payload: The group for the samples.
+
+    Raises:
+        ValueError: If the choice is none, or could not work.
+    """
+    if launch not in {"auto", "caller", "worker"}:
+        raise ValueError(f"launch is {launch!r}; it must be 'auto', 'caller' or 'worker'")
+    if not overlap:
+        return Inline
+    if launch == "auto":
+        on_gpu = payload is not None and dist.get_backend(payload) == "nccl"
+        launch = "caller" if on_gpu else "worker"
+    check_overlap(control, payload, one_thread=launch == "worker")
+    return CallerLaunches if launch == "caller" else WorkerDoesAll
 
 
 def _ready(pipeline: WindowPipeline[BatchT], window: BalancedWindow[BatchT]) -> _Ready[BatchT]:
