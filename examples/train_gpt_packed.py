@@ -10,8 +10,9 @@ import sys
 
 from rich.console import Console
 
+from command_line import OptionError
 from gpt.groups import Parallelism, model_groups
-from gpt.options import OptionError, Options, parse_options
+from gpt.options import Options, parse_options
 from gpt.report import results_table, save_picture
 from gpt.train import ONE_BY_ONE, train
 from vlm.ranks import agreed, joined_ranks

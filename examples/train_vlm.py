@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel
 
+from command_line import OptionError
 from evenstep.reorder_buffer import (
     OnWindow,
     ReorderingBuffer,
@@ -32,7 +33,7 @@ from vlm.layout import (
     to_device,
 )
 from vlm.model import VisionLanguageModel, training_gflop
-from vlm.options import OptionError, Options, parse_options
+from vlm.options import Options, parse_options
 from vlm.ranks import Ranks, agreed, joined_ranks
 from vlm.record import RunRecord, StepRecord, gather_run
 from vlm.report import count_steps, results_table, save_picture

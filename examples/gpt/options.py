@@ -2,24 +2,22 @@
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
+from command_line import (
+    Parser,
+    require,
+    require_learning_rate,
+    require_width,
+    writable_picture,
+)
 from gpt.model import ModelSize
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 DESCRIPTION = """
 Train a small Megatron-Core GPT on the sources of Python's standard library, byte by byte, three
 times from the same seed: one document per micro-batch, packed as Megatron-Core's dp_balanced does,
 and packed by evenstep_balanced. Start it with torchrun, on any number of ranks.
 """
-
-
-class OptionError(ValueError):
-    """An option that cannot work; the message is one line that says why and what would."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +35,6 @@ class Options:
     picture: Path
 
 
-class _Parser(argparse.ArgumentParser):
-    """Leaves errors to the caller, and lets only rank 0 answer `--help`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message} (see --help)")
-
-    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
-
 def parse_options(arguments: list[str]) -> Options:
     """Parse and check the command line.
 
@@ -57,23 +44,17 @@ def parse_options(arguments: list[str]) -> Options:
     given = _parser().parse_args(arguments)
     for name in ("steps", "documents_per_rank", "layers", "context_parallel", "tokens_per_rank"):
         option = f"--{name.replace('_', '-')}"
-        _require(getattr(given, name) >= 1, f"{option} is {getattr(given, name)}: at least 1")
-    _require(
-        given.width >= 16 and given.width % 16 == 0,
-        f"--width is {given.width}: a multiple of 16, the size of an attention head",
-    )
+        require(getattr(given, name) >= 1, f"{option} is {getattr(given, name)}: at least 1")
+    require_width(given.width, 16)
     padding = 2 * given.context_parallel
     capacity = given.tokens_per_rank * given.context_parallel
-    _require(given.longest >= 17, f"--longest is {given.longest}: at least 17 bytes")
-    _require(
+    require(given.longest >= 17, f"--longest is {given.longest}: at least 17 bytes")
+    require(
         given.longest + padding <= capacity,
         f"--tokens-per-rank is {given.tokens_per_rank}: times --context-parallel it must hold the "
         f"longest document, {given.longest} bytes and up to {padding} of padding",
     )
-    _require(
-        0 < given.learning_rate < 1,
-        f"--learning-rate is {given.learning_rate}: above 0 and below 1",
-    )
+    require_learning_rate(given.learning_rate)
     return Options(
         steps=given.steps,
         documents_per_rank=given.documents_per_rank,
@@ -88,12 +69,12 @@ def parse_options(arguments: list[str]) -> Options:
         ),
         learning_rate=given.learning_rate,
         seed=given.seed,
-        picture=_writable(given.picture),
+        picture=writable_picture(given.picture),
     )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="torchrun --standalone --nproc-per-node 2 examples/train_gpt_packed.py",
         description=DESCRIPTION,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -117,17 +98,3 @@ def _parser() -> argparse.ArgumentParser:
         help="where to save the picture of the packs per rank, a PNG",
     )
     return parser
-
-
-def _writable(picture: Path) -> Path:
-    _require(picture.suffix == ".png", f"--picture is {picture}: the name must end in .png")
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"--picture: cannot make {picture.parent}: {error.strerror}") from error
-    return picture
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise OptionError(message)

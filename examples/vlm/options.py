@@ -2,15 +2,18 @@
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
 
+from command_line import (
+    OptionError,
+    Parser,
+    require,
+    require_learning_rate,
+    require_width,
+    writable_picture,
+)
 from vlm.model import HEAD_DIM, ModelConfig
 from vlm.traces import ImageSize, read_image_sizes
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
 
 DESCRIPTION = """
 Train a small vision-language model twice from the same seed: as the data comes, and with every
@@ -22,10 +25,6 @@ SOURCES = """
 The built-in tables of sizes: patches of the scanned receipts of ICDAR 2019 SROIE, and tokens per
 request of the Azure LLM inference trace 2023, conversation (AzurePublicDataset, CC BY 4.0).
 """
-
-
-class OptionError(ValueError):
-    """An option that cannot work; the message is one line that says why and what would."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,17 +43,6 @@ class Options:
     picture: Path
 
 
-class _Parser(argparse.ArgumentParser):
-    """Leaves errors to the caller, and lets only rank 0 answer `--help`."""
-
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(f"{message} (see --help)")
-
-    def print_help(self, file: "SupportsWrite[str] | None" = None) -> None:
-        if os.environ.get("RANK", "0") == "0":
-            super().print_help(file)
-
-
 def parse_options(arguments: list[str]) -> Options:
     """Parse and check the command line.
 
@@ -63,29 +51,23 @@ def parse_options(arguments: list[str]) -> Options:
     """
     given = _parser().parse_args(arguments)
     for name in ("steps", "window", "scale", "depth"):
-        _require(getattr(given, name) >= 1, f"--{name} is {getattr(given, name)}: at least 1")
-    _require(
+        require(getattr(given, name) >= 1, f"--{name} is {getattr(given, name)}: at least 1")
+    require(
         given.batch_size >= 2,
         f"--batch-size is {given.batch_size}: at least 2, as ranks with one sample each could "
         "only swap them",
     )
-    _require(
+    require(
         given.steps % given.window == 0,
         f"--window is {given.window}: must divide --steps, which is {given.steps}",
     )
-    _require(
-        given.width >= HEAD_DIM and given.width % HEAD_DIM == 0,
-        f"--width is {given.width}: a multiple of {HEAD_DIM}, the size of an attention head",
-    )
-    _require(
-        0 < given.learning_rate < 1,
-        f"--learning-rate is {given.learning_rate}: above 0 and below 1",
-    )
-    _require(given.seed >= 0, f"--seed is {given.seed}: at least 0")
+    require_width(given.width, HEAD_DIM)
+    require_learning_rate(given.learning_rate)
+    require(given.seed >= 0, f"--seed is {given.seed}: at least 0")
     return Options(
         model=ModelConfig(width=given.width, depth=given.depth),
         image_sizes=_image_sizes(getattr(given, "trace", None)),
-        picture=_writable(given.picture),
+        picture=writable_picture(given.picture),
         steps=given.steps,
         batch_size=given.batch_size,
         window=given.window,
@@ -97,7 +79,7 @@ def parse_options(arguments: list[str]) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="torchrun --standalone --nproc-per-node 2 examples/train_vlm.py",
         description=DESCRIPTION,
         epilog=SOURCES,
@@ -153,17 +135,3 @@ def _image_sizes(trace: Path | None) -> tuple[ImageSize, ...]:
         return read_image_sizes(trace)
     except ValueError as error:
         raise OptionError(f"--trace: {error}") from error
-
-
-def _writable(picture: Path) -> Path:
-    _require(picture.suffix == ".png", f"--picture is {picture}: the name must end in .png")
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(f"--picture: cannot make {picture.parent}: {error.strerror}") from error
-    return picture
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise OptionError(message)

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
+from command_line import OptionError
 from vlm.model import ModelConfig
-from vlm.options import OptionError, parse_options
+from vlm.options import parse_options
 
 
 def test_the_defaults_follow_the_built_in_tables(

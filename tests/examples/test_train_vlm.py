@@ -1,40 +1,17 @@
 """The whole example: under torchrun, as a single process, and what it serves to three ranks."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import train_vlm
+from tests.examples.launch import DEADLINE_S, torchrun
 from tests.harness import RankPools
 
-ROOT = Path(__file__).parents[2]
 TINY = ("--scale", "1024", "--width", "64", "--depth", "1")
-DEADLINE_S = 500.0  # a hang never ends; three imports of torch on a busy machine take a minute
 FLOAT32_ROUNDING = 5e-6  # of losses around 6, after a few steps
-
-
-def torchrun(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    process = subprocess.Popen(
-        [*launch, "examples/train_vlm.py", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # torchrun and its ranks
-        raise
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def table_rows(output: str) -> dict[str, list[str]]:
@@ -47,7 +24,9 @@ def test_two_ranks_train_the_same_model_both_ways(tmp_path: Path) -> None:
     trace = tmp_path / "sizes.csv"
     trace.write_text("463,1013\n992,1403\n4961,7016\n604,1716\n")
     picture = tmp_path / "loads.png"
-    ended = torchrun(*TINY, "--steps=6", "--window=3", f"--trace={trace}", f"--picture={picture}")
+    ended = torchrun(
+        "train_vlm.py", *TINY, "--steps=6", "--window=3", f"--trace={trace}", f"--picture={picture}"
+    )
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[0] == "ranks: 2 (cpu), steps: 6"
@@ -68,7 +47,7 @@ def test_two_ranks_train_the_same_model_both_ways(tmp_path: Path) -> None:
 def test_bad_options_end_all_ranks_with_one_line(tmp_path: Path) -> None:
     trace = tmp_path / "sizes.csv"
     trace.write_text("463,1013\nwide,tall\n")
-    ended = torchrun("--trace", str(trace))
+    ended = torchrun("train_vlm.py", "--trace", str(trace))
     errors = [line for line in ended.stderr.splitlines() if line.startswith("train_vlm.py: error")]
     assert len(errors) == 1
     assert f"--trace: {trace}, line 2: 'wide,tall' is not a row of two positive" in errors[0]

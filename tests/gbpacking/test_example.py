@@ -66,7 +66,8 @@ def test_the_three_runs_train_the_same_model(
     ],
 )
 def test_bad_options_end_in_one_line(arguments: list[str], message: str) -> None:
-    from gpt.options import OptionError, parse_options
+    from command_line import OptionError
+    from gpt.options import parse_options
 
     with pytest.raises(OptionError, match=message) as error:
         parse_options(arguments)

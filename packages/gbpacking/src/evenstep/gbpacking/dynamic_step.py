@@ -32,16 +32,8 @@ class DomainGroups(ModelGroups, Protocol):
     dp_cp: ProcessGroup
 
 
-class DynamicStepScheduler(StepScheduler[DynamicCpPlan]):
-    """Packs the steps of one model onto context-parallel groups sized for their sequences.
-
-    Args:
-        rules: What plans must keep.
-        groups: The rank's process groups.
-        keys: Per-token fields that this pipeline stage reads; empty for one in the middle.
-        multiple: What padded lengths must be a multiple of.
-        device: Where micro-batches are put.
-    """
+class DynamicStepScheduler(StepScheduler[DynamicCpPlan, DomainGroups]):
+    """Packs steps onto context-parallel groups sized for their sequences; see `StepScheduler`."""
 
     def __init__(
         self,
@@ -52,26 +44,16 @@ class DynamicStepScheduler(StepScheduler[DynamicCpPlan]):
         multiple: int,
         device: torch.device,
     ) -> None:
-        super().__init__(
-            groups,
-            rules.settings,
-            keys=keys,
-            capacity=rules.capacity,
-            multiple=multiple,
-            timeout_s=rules.options.timeout_s,
-            device=device,
-        )
-        self._rules = rules
-        self._domain = groups.dp_cp
-        self._cp_size = groups.cp.size()
+        super().__init__(rules, groups, keys=keys, multiple=multiple, device=device)
+        self._group_sizes = rules.group_sizes
 
     def _plan(self, lengths: StepLengths) -> DynamicCpPlan:
-        plan = self._rules.plan(lengths)
-        prepare_cp_groups(self._domain, self._rules.group_sizes)
+        plan = super()._plan(lengths)
+        prepare_cp_groups(self._groups.dp_cp, self._group_sizes)
         return plan
 
     def _packs(self, plan: DynamicCpPlan) -> list[RankPack]:
-        rank = self._domain.rank()
+        rank = self._groups.dp_cp.rank()
         groups = [plan.group_of(number, rank) for number in range(plan.num_microbatches)]
         return [
             RankPack(
@@ -81,8 +63,8 @@ class DynamicStepScheduler(StepScheduler[DynamicCpPlan]):
         ]
 
     def _prepare(self, agreement: Agreement, plan: DynamicCpPlan, lengths: StepLengths) -> Transfer:
-        slices = planned_slices(plan, lengths.holders, cp_size=self._cp_size)
-        rank = self._domain.rank()
+        slices = planned_slices(plan, lengths.holders, cp_size=self._groups.cp.size())
+        rank = self._groups.dp_cp.rank()
 
         def offer() -> Offer:
             samples = [tensors_of(sample) for sample in agreement.offer.samples]

@@ -28,7 +28,41 @@ class StepPlan(Protocol):
         ...
 
 
+class StepOptions(Protocol):
+    """What the user chose, as far as every kind of plan has it."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds to wait for other ranks."""
+        ...
+
+
 PlanT = TypeVar("PlanT", bound=StepPlan)
+PlanT_co = TypeVar("PlanT_co", bound=StepPlan, covariant=True)
+GroupsT = TypeVar("GroupsT", bound=ModelGroups)
+
+
+class PlanRules(Protocol[PlanT_co]):
+    """What a plan must keep, and how one is made."""
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens of a sample."""
+        ...
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """What all ranks of the model must have set alike."""
+        ...
+
+    @property
+    def options(self) -> StepOptions:
+        """What the user chose."""
+        ...
+
+    def plan(self, lengths: StepLengths) -> PlanT_co:
+        """Plan the step: pure, so equal on all ranks."""
+        ...
 
 
 class RankPack(NamedTuple):
@@ -57,40 +91,42 @@ class PackedStep(NamedTuple, Generic[PlanT]):
     lengths: StepLengths
 
 
-class StepScheduler(ABC, Generic[PlanT]):
-    """Packs the steps of one model; how it plans and what it moves, the subclasses say.
+class StepScheduler(ABC, Generic[PlanT, GroupsT]):
+    """Packs the steps of one model; what it moves, the subclasses say.
 
     Args:
+        rules: What plans must keep.
         groups: The rank's process groups.
-        settings: What all ranks of the model must have set alike.
         keys: Per-token fields that this pipeline stage reads; empty for one in the middle.
-        capacity: Most tokens of a sample.
         multiple: What padded lengths must be a multiple of.
-        timeout_s: Seconds to wait for other ranks.
         device: Where micro-batches are put.
     """
 
     def __init__(
         self,
-        groups: ModelGroups,
-        settings: Mapping[str, Setting],
+        rules: PlanRules[PlanT],
+        groups: GroupsT,
         *,
         keys: Sequence[str],
-        capacity: int,
         multiple: int,
-        timeout_s: float,
         device: torch.device,
     ) -> None:
-        self._tp_rank = groups.tp.rank()
+        self._rules = rules
+        self._groups = groups
         self._keys = tuple(keys)
         self._device = device
         self._reader = StepReader(
-            groups, settings, keys=keys, capacity=capacity, multiple=multiple, timeout_s=timeout_s
+            groups,
+            rules.settings,
+            keys=keys,
+            capacity=rules.capacity,
+            multiple=multiple,
+            timeout_s=rules.options.timeout_s,
         )
 
-    @abstractmethod
     def _plan(self, lengths: StepLengths) -> PlanT:
         """Plan the step, the same on every rank; every rank of the model calls this."""
+        return self._rules.plan(lengths)
 
     @abstractmethod
     def _packs(self, plan: PlanT) -> list[RankPack]:
@@ -115,7 +151,7 @@ class StepScheduler(ABC, Generic[PlanT]):
         """
         agreement, lengths = self._reader.read(data_iterator, num_microbatches)
         plan = self._plan(lengths)
-        if self._tp_rank > 0:
+        if self._groups.tp.rank() > 0:
             return PackedStep(None, plan, lengths)
         if agreement is None or not self._keys:  # the borders follow from the lengths
             borders = [
