@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,6 @@ from evenstep.exchange.schemas import check_same_schema
 from evenstep.exchange.transfer import Transfer
 from evenstep.exchange.waiting import Patience
 from evenstep.serialize import SampleLayout, TensorSample, fold_values, sample_layout
-
-T = TypeVar("T")
 
 Plan: TypeAlias = Callable[[Agreement], Iterable[tuple[int, Route]]]
 """From what all ranks know, the same deliveries on every rank: (global index, route)."""
@@ -89,23 +87,7 @@ class SampleExchange:
 
     def compare_settings(self) -> None:
         """Raise `MismatchError` on every rank if settings differ; every rank must call this."""
-        self.begin(lambda: None)
-
-    def begin(self, source: Callable[[], T]) -> T:
-        """Open what this rank reads from, and compare the settings; every rank must call this.
-
-        Args:
-            source: Called once. What it raises here reaches the peers as text.
-
-        Returns:
-            What `source` returned.
-
-        Raises:
-            BaseException: What `source` raised here.
-            PeerFailedError: What it raised on another rank.
-            MismatchError: If settings differ.
-        """
-        return self._rounds.compare_settings(source)
+        self._rounds.compare_settings()
 
     def agree(self, make_offer: Callable[[], Offer]) -> Agreement:
         """Tell all ranks what this rank brings, and learn what they bring.

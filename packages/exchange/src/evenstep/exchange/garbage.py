@@ -11,7 +11,8 @@ def collection_paused() -> Iterator[None]:
 
     A plan for a large group is tens of thousands of new tuples, none of them garbage. They would
     have the collector look at all objects of the process again and again, which takes longer than
-    the planning.
+    the planning. A program that switches the collector off for good must do so before: it would be
+    switched on again.
     """
     if not gc.isenabled():
         yield

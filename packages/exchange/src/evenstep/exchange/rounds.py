@@ -164,28 +164,20 @@ class Rounds:
             self._broken = ExchangeError(f"an earlier call ended with {type(error).__name__}")
             raise
 
-    def compare_settings(self, begin: Callable[[], T]) -> T:
+    def compare_settings(self) -> None:
         """Compare the settings of all ranks; every rank must call this.
 
-        Args:
-            begin: Called once before; what it raises reaches the peers as in `gather`.
-
-        Returns:
-            What `begin` returned.
-
         Raises:
-            BaseException: What `begin` raised on this rank; PeerFailedError on the others.
             MismatchError: On every rank, naming the first setting that differs, ranks and values.
         """
         text = self._settings.encode()
-        begun, messages = self.gather(Kind.SETTINGS, lambda: (begin(), text))
+        _, messages = self.gather(Kind.SETTINGS, lambda: (None, text))
         texts = [bytes(message).decode() for message in messages]
         for lines in zip(*(text.split("\n") for text in texts), strict=False):
             if len({*lines}) > 1:
                 raise MismatchError(_differing_setting(lines))
         if len({*texts}) > 1:
             raise MismatchError("ranks have different sets of settings; do they run one version?")
-        return begun
 
     def _frame(self, kind: Kind, status: _Status, body: bytes) -> bytes:
         header = _HEADER.pack(_MAGIC, _VERSION, kind, status, self._number, self._fingerprint)
