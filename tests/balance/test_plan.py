@@ -142,7 +142,7 @@ def test_no_cost_at_all_is_balanced() -> None:
 
 def test_a_tolerance_ends_the_search_early() -> None:
     costs = lognormal(64, 9)
-    assert plan_groups(costs, 8, strategy=Refined(tolerance=10)).groups == tuple(
+    assert plan_groups(costs, 8, strategy=Refined(tolerance=1)).groups == tuple(
         tuple(group) for group in plan_groups(costs, 8, strategy="lpt").groups
     )
 
@@ -179,8 +179,9 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("strategy", "message"),
         [
-            (Refined(tolerance=-1), "tolerance is -1; it must be a finite number >= 0"),
-            (Refined(tolerance=float("nan")), "tolerance is nan; it must be a finite"),
+            (Refined(tolerance=-1), "tolerance is -1; it must be a share from 0 to 1"),
+            (LeastMove(tolerance=5), "tolerance is 5; .* 0.05 for 5 % above it"),
+            (Refined(tolerance=float("nan")), "tolerance is nan; it must be a share"),
             (LeastMove(ranks_per_node=0), "ranks_per_node is 0; it must be an integer >= 1"),
             (Refined(scope="batch"), "scope is 'batch'; it must be 'slot' or 'window'"),  # type: ignore[arg-type]  # the mistake under test
             (LeastMove(synchronize="never"), "synchronize is 'never'; it must be one of"),  # type: ignore[arg-type]  # the mistake under test

@@ -1,9 +1,11 @@
 """Living ranks: what arrives, and how ranks fail together and go on."""
 
+import gc
 import logging
 import os
 import re
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -377,6 +379,49 @@ def _large_round(rank: int, world_size: int) -> int:
 
 def test_messages_grow_and_shrink(ranks: RankPools) -> None:
     assert ranks(3).run(_large_round) == [3403] * 3
+
+
+def _opens_another(rank: int, world_size: int) -> Told:
+    control, payload = gloo_group(), gloo_group()
+    exchange = partial(
+        SampleExchange,
+        rank=rank,
+        world_size=world_size,
+        control_group=control,
+        payload_group=payload,
+    )
+    first = exchange()
+    first.compare_settings()
+    for size in (3, 3000, 3):  # long frames, then shorter ones
+        first.agree(lambda size=size: offer_of(rank, [size]))
+    if rank == 1:
+        return _told(exchange(settings={"a": 2}).compare_settings)
+    return _told(lambda: first.agree(lambda: offer_of(rank, [3])))
+
+
+def test_another_exchange_on_a_group_in_use_is_told_and_kills_nobody(ranks: RankPools) -> None:
+    for kind, text in ranks(3).run(_opens_another):
+        assert kind == "ProtocolError"
+        assert "the ranks made different calls" in text
+
+
+def _freed(rank: int, world_size: int) -> bool:
+    import torch.distributed as dist
+
+    control = gloo_group()
+    exchange = SampleExchange(
+        rank=rank, world_size=world_size, control_group=control, payload_group=control
+    )
+    exchange.compare_settings()
+    reference = weakref.ref(control)
+    dist.destroy_process_group(control)
+    del exchange, control
+    gc.collect()
+    return reference() is None
+
+
+def test_a_destroyed_group_is_freed(ranks: RankPools) -> None:
+    assert ranks(3).run(_freed) == [True] * 3
 
 
 def _destroyed(rank: int, world_size: int) -> Told:

@@ -41,7 +41,7 @@ def test_golden_schema() -> None:
         (("x", torch.int8, 65), "field 'x' has 65 dimensions; at most 64 are supported"),
         (("x", torch.int8, -1), "field 'x' has -1 dimensions"),
         (("\ud800", torch.int8, 1), "has a lone surrogate"),
-        ((1, torch.int8, 1), "key 1 is a int; keys must be str"),
+        ((1, torch.int8, 1), "key 1 is of type int; keys must be str"),
     ],
 )  # fmt: skip
 def test_fields_that_cannot_be_are_refused(arguments: Any, message: str) -> None:

@@ -6,7 +6,7 @@ that paired modules can compare what they were given.
 
 from collections.abc import Sequence
 from itertools import chain
-from math import fsum, isfinite
+from math import fsum
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from evenstep.balance.across import (
@@ -193,8 +193,11 @@ def check_settings(strategy: Refined | LeastMove) -> None:
         raise ValueError(f"scope is {strategy.scope!r}; it must be 'slot' or 'window'")
     check_synchronize(strategy.synchronize)
     tolerance = strategy.tolerance
-    if tolerance is not None and not (isfinite(tolerance) and tolerance >= 0):
-        raise ValueError(f"tolerance is {tolerance!r}; it must be a finite number >= 0")
+    if tolerance is not None and not 0 <= tolerance <= 1:
+        raise ValueError(
+            f"tolerance is {tolerance!r}; it must be a share from 0 to 1 of the lower bound, 0.05 "
+            "for 5 % above it"
+        )
     if isinstance(strategy, LeastMove) and strategy.ranks_per_node is not None:
         checked_count(strategy.ranks_per_node, "ranks_per_node")
 

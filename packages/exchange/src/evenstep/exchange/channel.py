@@ -1,6 +1,8 @@
 """A small message from every rank to every rank: bytes of any length, no pickle."""
 
 import struct
+from collections import deque
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from evenstep.exchange.errors import ProtocolError
 from evenstep.exchange.waiting import Patience, start_all_to_all
 
 _LENGTH = struct.Struct("<q")
+_CAPACITY = 1 << 12  # bytes of the first frames; a header and some fifty samples
 _MAX_MESSAGE_BYTES = 1 << 27  # the metadata of some two million samples of one rank
 
 
@@ -21,28 +24,33 @@ class Channel:
     hop, and so learns at once when any of them dies.
 
     Args:
-        group: A group that takes CPU tensors (Gloo). Only one thread may use it.
-        world_size: Its number of ranks.
-        capacity: Bytes of the first frame: a message and 8 more.
+        world_size: Number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, world_size: int, *, capacity: int) -> None:
-        self._group = group
+    def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._capacity = capacity
+        self._capacity = _CAPACITY
         self._pending: tuple[dist.Work, list[memoryview]] | None = None
 
-    def gather(self, message: bytes, patience: Patience, *, doing: str) -> list[memoryview]:
+    def gather(
+        self, message: bytes, group: dist.ProcessGroup, patience: Patience, *, doing: str
+    ) -> list[memoryview]:
         """Send `message` to every rank and return the messages of all, in rank order.
 
         After an interrupt, such as Ctrl-C, the same call again goes on where it was.
+
+        Args:
+            message: Bytes of any length.
+            group: The group, which takes CPU tensors (Gloo). Only one thread may use it.
+            patience: How long to wait for peers.
+            doing: What the message is for, for errors.
 
         Raises:
             ProtocolError: If a message has an impossible length; on every rank alike.
             ExchangeError: As `Patience.wait`.
         """
         while True:
-            frames = self._exchange_frames(message, patience, doing)
+            frames = self._exchange_frames(message, group, patience, doing)
             lengths = [_length(frame) for frame in frames]
             self._check(lengths, doing)
             fitting = 1 << (_LENGTH.size + max(lengths) - 1).bit_length()
@@ -55,13 +63,15 @@ class Channel:
                 ]
             self._capacity = fitting
 
-    def _exchange_frames(self, message: bytes, patience: Patience, doing: str) -> list[memoryview]:
+    def _exchange_frames(
+        self, message: bytes, group: dist.ProcessGroup, patience: Patience, doing: str
+    ) -> list[memoryview]:
         if self._pending is None:
-            self._pending = self._start(message, doing)
+            self._pending = self._start(message, group, doing)
         work, frames = self._pending
         patience.wait(
             work,
-            self._group,
+            group,
             doing=doing,
             # No message is empty, so a length that is still zero has not arrived.
             absent=lambda: [rank for rank, frame in enumerate(frames) if not _length(frame)],
@@ -69,7 +79,9 @@ class Channel:
         self._pending = None
         return frames
 
-    def _start(self, message: bytes, doing: str) -> tuple[dist.Work, list[memoryview]]:
+    def _start(
+        self, message: bytes, group: dist.ProcessGroup, doing: str
+    ) -> tuple[dist.Work, list[memoryview]]:
         fitting = message[: self._capacity - _LENGTH.size]  # the rest goes in a second attempt
         frame = (_LENGTH.pack(len(message)) + fitting).ljust(self._capacity, b"\0")
         sent = torch.frombuffer(bytearray(frame), dtype=torch.uint8).repeat(self._world_size)
@@ -79,7 +91,7 @@ class Channel:
             for start in range(0, len(received), self._capacity)
         ]
         work = start_all_to_all(
-            torch.frombuffer(received, dtype=torch.uint8), sent, self._group, doing=doing
+            torch.frombuffer(received, dtype=torch.uint8), sent, group, doing=doing
         )
         return work, frames
 
@@ -91,6 +103,40 @@ class Channel:
                     f"{_MAX_MESSAGE_BYTES} are allowed, so it runs another program or another "
                     "version"
                 )
+
+
+class Channels:
+    """The channels of one group, which take turns, as offers are long and commitments short.
+
+    Gloo matches collectives by their order in a group, and a frame of another length than a peer
+    expects ends its process. So the turn follows the group's rounds, and neither their kind nor who
+    makes them: a rank that leaves, makes another call than its peers, or opens an exchange of other
+    settings on the same group is told from them by what the frames say.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._channels = deque([Channel(world_size), Channel(world_size)])
+
+    @property
+    def current(self) -> Channel:
+        """The channel of the present round."""
+        return self._channels[0]
+
+    def turn(self) -> None:
+        """Begin a round."""
+        self._channels.rotate()
+
+
+# A channel must not hold its group, or neither would ever be freed.
+_channels: "WeakKeyDictionary[dist.ProcessGroup, Channels]" = WeakKeyDictionary()
+
+
+def channels_of(group: dist.ProcessGroup, world_size: int) -> Channels:
+    """Return the channels of a group, the same ones for all exchanges over it."""
+    channels = _channels.get(group)
+    if channels is None:
+        channels = _channels[group] = Channels(world_size)
+    return channels
 
 
 def _length(frame: memoryview) -> int:

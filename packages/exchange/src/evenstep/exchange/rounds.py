@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from evenstep.exchange.channel import Channel
+from evenstep.exchange.channel import channels_of
 from evenstep.exchange.errors import (
     ExchangeError,
     MismatchError,
@@ -26,7 +26,6 @@ _HEADER = struct.Struct("<4sHBBQ8s")  # magic, version, kind, status, round, set
 _MAGIC = b"EVEN"
 _VERSION = 1
 _MAX_REASON_CHARS = 4000  # the text of an exception that peers get to see
-_CAPACITY = 1 << 12  # bytes of the first frames; a header and some fifty samples
 
 
 class Kind(enum.IntEnum):
@@ -72,14 +71,8 @@ class Rounds:
     ) -> None:
         if group is None and world_size != 1:
             raise ValueError(f"a control group is needed for {world_size} ranks; got None")
-        # Two take turns, as offers are long and commitments short. By the round's number and not
-        # its kind: a rank that leaves, or makes another call than its peers, must not surprise them
-        # with a frame of another length, which would end their process.
-        self._channels = [
-            Channel(group, world_size, capacity=_CAPACITY)
-            for _ in range(2)
-            if group is not None and world_size > 1
-        ]
+        self._group = group if world_size > 1 else None
+        self._channels = None if self._group is None else channels_of(self._group, world_size)
         self._pid = os.getpid()
         self._patience = patience
         self._settings = "\n".join(f"{key} = {settings[key]!r}" for key in sorted(settings))
@@ -194,16 +187,19 @@ class Rounds:
 
     def _send(self, kind: Kind, frame: bytes) -> list[memoryview]:
         self._number += 1
-        if not self._channels:
+        if self._channels is None:
             return [memoryview(frame)]
+        self._channels.turn()
         return self._exchange(kind, frame)
 
     def _exchange(self, kind: Kind, frame: bytes) -> list[memoryview]:
-        channel = self._channels[self._number % 2]
+        assert self._channels is not None
+        assert self._group is not None
+        channel = self._channels.current
         self._unheard = kind, frame
         with self.breaking():  # an interrupted round leaves its collective behind
             try:
-                messages = channel.gather(frame, self._patience, doing=_DOING[kind])
+                messages = channel.gather(frame, self._group, self._patience, doing=_DOING[kind])
             except ExchangeError:
                 self._unheard = None  # and never will be
                 raise

@@ -22,6 +22,7 @@ class _Field(NamedTuple):
     ndim: int
     fixed: tuple[int, ...]
     may_lack: bool
+    may_pad: bool  # its sizes might differ because the loader pads
 
 
 _Sizes: TypeAlias = tuple[int, ...]
@@ -63,8 +64,14 @@ def check_agreement(
             first, expected = firsts.setdefault(key, (index, field))
             found, wanted = _shown(samples[index], field), _shown(samples[first], expected)
             if found != wanted:
+                remedy = ""
+                if field.may_pad and (field.dtype, field.ndim) == (expected.dtype, expected.ndim):
+                    remedy = (
+                        " If the loader pads each micro-batch to its longest sample, pass "
+                        "layout=BatchLayout(fields=padded_text(pad_token_id=...))."
+                    )
                 raise ValueError(
-                    f"field {key!r}: {name(index)} has {found}, {name(first)} {wanted}."
+                    f"field {key!r}: {name(index)} has {found}, {name(first)} {wanted}.{remedy}"
                 )
     for key, (first, field) in firsts.items():
         for index in distinct.values():
@@ -81,7 +88,7 @@ def _fields_of(layout: BatchLayout, schema: SampleSchema) -> tuple[dict[str, _Fi
     fields = {}
     for key in schema.none_keys:
         may_lack = isinstance(layout.kind_of_dims(key, None), Items | Ragged)
-        fields[key] = _Field(key, None, 0, (), may_lack)
+        fields[key] = _Field(key, None, 0, (), may_lack, may_pad=False)
     ends = accumulate([spec.ndim for spec in schema.fields], initial=0)
     for start, spec in zip(ends, schema.fields, strict=False):
         if spec.key == VALUES_KEY:
@@ -98,6 +105,7 @@ def _fields_of(layout: BatchLayout, schema: SampleSchema) -> tuple[dict[str, _Fi
             spec.ndim,
             tuple([start + dim for dim in range(spec.ndim) if dim not in free]),
             may_lack=isinstance(kind, Items | Ragged),
+            may_pad=isinstance(kind, Batched) and kind.pad is None and spec.ndim > 1,
         )
     return fields, tuple([place for field in fields.values() for place in field.fixed])
 

@@ -48,6 +48,12 @@ class WindowBalancer(Generic[BatchT]):
                 f"n_groups is {self.n_groups} and dp_size {self.dp_size}; n_groups must be a "
                 "positive multiple of dp_size, the least common multiple of the modules' DP sizes"
             )
+        if not (hasattr(self.layout, "split") and hasattr(self.layout, "merge")):
+            raise ValueError(
+                f"layout is a {type(self.layout).__name__}; it must cut and join micro-batches, as "
+                "the presets do. Rules of fields, such as padded_text(...) makes, go into one: "
+                "BatchLayout(fields=...)"
+            )
         if not callable(self.cost_of):
             raise ValueError(f"cost_of is {self.cost_of!r}; it must be a function of a flat sample")
         build_window_route([], self.n_groups, self.dp_size, strategy=self.strategy)  # checks it

@@ -240,10 +240,13 @@ def _text_field(fields: Mapping[str, Leaf], key: str, *, dims: tuple[int, ...]) 
             if key not in fields
             else repr(value)
         )
-        needed_by = "image_token_id" if key == "input_ids" else "language_cost_weight"
+        needed_by, instead = "image_token_id", ""
+        if key == "attention_mask":
+            needed_by = "language_cost_weight"
+            instead = ", or count tokens in another field: TextCost(field='loss_mask')"
         raise ValueError(
             f"field {key!r} is {found}: {needed_by} needs a tensor [B, S] of the micro-batch's "
-            "text; add it to the samples, or leave that term out of the cost."
+            f"text; add it to the samples, or leave that term out of the cost{instead}."
         )
     return value
 

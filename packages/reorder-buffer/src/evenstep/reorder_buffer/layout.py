@@ -127,6 +127,12 @@ class BatchLayout:
         Raises:
             ValueError: If the number of samples cannot be told or is 0.
         """
+        if not isinstance(batch, Mapping):
+            raise ValueError(
+                f"the micro-batch is a {type(batch).__name__}, and a BatchLayout takes a dict of "
+                "fields; for a list of samples pass layout=SAMPLE_LIST, or let collate_fn return "
+                "a dict"
+            )
         fields = flatten_nested(cast("dict[str, Leaf]", dict(batch)))
         return MicrobatchFields(self, fields, size=self._batch_size(fields), counts=counts)
 

@@ -202,7 +202,7 @@ class MicrobatchFields:
                 f"{found} entries on dim {kind.dim}, and the micro-batch has {self.size} samples. "
                 "It must have one entry per sample there; if its samples lie along another dim, or "
                 "it belongs to all of them, say so in the layout (Batched(dim=...), Items, Ragged, "
-                "Global)."
+                "Global; hf_vision_layout(...) for a Hugging Face processor's output)."
             )
         remedy = f"they come from {kind.along!r}." if isinstance(kind, Ragged) else ""
         if isinstance(kind, Items) or rows == [1] * self.size:

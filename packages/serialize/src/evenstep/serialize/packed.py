@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evenstep.serialize.errors import DecodeError
-from evenstep.serialize.fold import fold_values, unfold_values
+from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
 from evenstep.serialize.layout import sample_layout
 from evenstep.serialize.manifest import Manifest
 from evenstep.serialize.nested import NestedSample, flatten_nested, unflatten_nested
@@ -129,8 +129,10 @@ class PackedSamples(Sequence[PackedSample]):
         for index in chosen:
             tensor = self[index].get(key)
             if tensor is None:
+                keys = [name for name in self[index] if name != VALUES_KEY]
                 raise ValueError(
-                    f"sample {index} has no tensor {key!r}; it has {list(self[index])}"
+                    f"sample {index} has no tensor {key!r}; it has {keys}, and plain values come "
+                    "with nested()"
                 )
             if tensors and tensor.dtype is not tensors[0].dtype:
                 raise ValueError(

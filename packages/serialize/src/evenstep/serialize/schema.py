@@ -227,7 +227,7 @@ def check_key(key: str, where: str = "") -> None:
     """
     at = f" of {where!r}" if where else ""
     if type(key) is not str:
-        raise ValueError(f"key {key!r}{at} is a {type(key).__name__}; keys must be str")
+        raise ValueError(f"key {key!r}{at} is of type {type(key).__name__}; keys must be str")
     try:
         nbytes = len(key.encode())
     except UnicodeEncodeError:
