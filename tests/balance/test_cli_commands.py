@@ -99,6 +99,23 @@ def test_simulate_says_when_it_would_not_help(tmp_path: Path) -> None:
     path.write_text("5\n" * 100)
     result = simulate(path)
     assert "Would it help? Hardly: no strategy saves more than 0.0% of the time" in result.stdout
+    assert "With one sample" not in result.stdout
+
+
+def test_one_sample_per_rank_needs_a_window(lengths: Path) -> None:
+    one = ("simulate", lengths, "--dp-size", 4, "--micro-batch", 1, "--draws", 5)
+    text = " ".join(call(*one).stdout.split())
+    assert "only --window above 1, or packing, can help." in text
+    assert "4 ranks x 1 sample x 1 micro-batch;" in text
+    assert "or packing, can help" not in " ".join(call(*one, "--window", 2).stdout.split())
+
+
+def test_json_names_the_best_strategy(lengths: Path, tmp_path: Path) -> None:
+    about = json.loads(simulate(lengths, "--draws", 10, "--json").stdout)
+    assert (about["best"], about["plot"]) == ("least_move", None)
+    path = tmp_path / "equal.txt"
+    path.write_text("5\n" * 100)
+    assert json.loads(simulate(path, "--json").stdout)["best"] is None
 
 
 def test_the_answer_prefers_equal_counts_and_little_movement(lengths: Path) -> None:
@@ -172,6 +189,16 @@ def test_pack_known_numbers(tmp_path: Path) -> None:
     assert balanced["padding_saved"] == 1.0
 
 
+@pytest.mark.parametrize("numbers", ["5\n5\n", "8\n7\n8\n"])
+def test_pack_where_there_is_no_padding_to_save(tmp_path: Path, numbers: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(numbers)
+    arguments = ("pack", path, "--capacity", 10)
+    assert outcomes(call(*arguments, "--json"))["balanced"]["padding_saved"] is None
+    row = next(line for line in call(*arguments).stdout.splitlines() if "balanced" in line)
+    assert row.split()[-4] == "-"  # then time saved, plan time, its unit
+
+
 def test_pack_prints_a_table_and_an_answer(lengths: Path) -> None:
     result = pack(lengths, "--draws", 2)
     assert result.exit_code == 0
@@ -201,8 +228,12 @@ def test_plot_is_a_picture(
     pytest.importorskip("matplotlib")
     path = tmp_path / name
     run = simulate if command == "simulate" else pack
-    assert run(lengths, "--draws", 1, "--plot", path).exit_code == 0
+    result = run(lengths, "--draws", 1, "--plot", path)
+    assert result.exit_code == 0
+    assert result.stdout.endswith(f"\nLoad of every rank, before and after: {path}\n")
     assert path.read_bytes().startswith(magic)
+    result = run(lengths, "--draws", 1, "--plot", path, "--json")
+    assert json.loads(result.stdout)["plot"] == str(path)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +251,9 @@ def test_plot_is_a_picture(
         ("1\n", ("--key", "a", "--format", "csv"), 2, "--key is for JSON lines, but the format"),
         ("1\n", ("--format", "xml"), 2, "xml"),
         ("1\n", ("--window", "0"), 2, "window"),
+        ("1\n", ("--strategy", "refined_window"), 2, "it needs --window above 1"),
+        ('{"a": 1}\n', ("--format", "jsonl"), 2, "choose one of 1 keys with --key: a"),
+        ('{"a": 1}\n', (), 1, "line 1: looks like JSON; choose a key with --key"),
         ("1\n", ("--draws", "-1"), 2, "draws"),
     ],
 )

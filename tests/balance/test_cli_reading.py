@@ -189,10 +189,11 @@ def test_jsonl_key(line: object, key: str | None, value: object) -> None:
 @pytest.mark.parametrize(
     ("line", "key", "reason"),
     [
-        ('{"a": 1}', "b", "has no key 'b'"),
-        ('{"a": 1}', "a.b", "has no key 'a.b'"),
-        ("[1]", "a", "has no key 'a'"),
-        ('{"a": 1}', None, "is an object; choose one of its keys with --key: a"),
+        ('{"a": 1, "c": 2}', "b", "has no key 'b': it has a, c"),
+        ("{}", "b", "has no key 'b': it has no keys"),
+        ('{"a": 1}', "a.b", "has no key 'a.b': 'a' is no object"),
+        ('{"a": {"c": 1}}', "a.b", "has no key 'a.b': 'a' has c"),
+        ("[1]", "a", "has no key 'a': it is no object"),
         ('{"a": true}', "a", "True is not a number"),
         ('{"a": null}', "a", "None is not a number"),
         ('{"a": "x"}', "a", "'x' is not a number"),
@@ -206,6 +207,46 @@ def test_jsonl_key(line: object, key: str | None, value: object) -> None:
 def test_jsonl_bad_lines(line: str, key: str | None, reason: str) -> None:
     with pytest.raises(InputError, match=f"line 1: .*{reason}"):
         read_numbers(jsonl_records(io.StringIO(line), key), COST)
+
+
+def test_jsonl_key_must_be_chosen() -> None:
+    with pytest.raises(UsageError, match="choose one of 2 keys with --key: a, b"):
+        list(jsonl_records(io.StringIO('{"a": 1, "b": 2}'), None))
+    later = io.StringIO('5\n{"a": 1}\n')
+    with pytest.raises(InputError, match="line 2: is an object; choose one of its keys with --key"):
+        read_numbers(jsonl_records(later, None), COST)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ('{"a": 1}', "looks like JSON; choose a key with --key"),
+        ("name,tokens", "looks like CSV; choose a column with --column"),
+        ("5\t7", "looks like CSV; choose a column with --column"),
+    ],
+)
+def test_a_first_line_of_another_format_is_told(line: str, hint: str) -> None:
+    with pytest.raises(InputError, match=f"2 bad lines of 2:\n  line 1: {hint}"):
+        read_numbers(records_of(f"{line}\n{line}\n"), COST)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "remedy"),
+    [
+        ("x\n1\n", COST, "mend them, or leave them out with --skip-bad"),
+        ("x\ny\n", COST, "every line is bad: check --format, --key or --column"),
+        ("9\n1\n", packable(5), "mend them, leave them out with --skip-bad, or raise --capacity"),
+        (
+            "9\nx\n",
+            packable(5),
+            "every line is bad: check --format, --key or --column, or raise --capacity",
+        ),
+    ],
+)
+def test_remedies(text: str, rule: Rule, remedy: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_numbers(records_of(text), rule)
+    assert str(caught.value).splitlines()[-1] == remedy
 
 
 @pytest.mark.parametrize(

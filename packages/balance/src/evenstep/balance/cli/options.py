@@ -127,6 +127,18 @@ def load_numbers(source: Source, rule: Rule, *, skip_bad: bool) -> Numbers:
     return numbers
 
 
+def about(
+    source: Source, numbers: Numbers, *, hidden_size: int | None, plot: Path | None
+) -> dict[str, object]:
+    """Return what the JSON objects of both commands begin with."""
+    return {
+        "input": source.name,
+        "bad_lines": numbers.num_bad,
+        "hidden_size": hidden_size,
+        "plot": None if plot is None else str(plot),
+    }
+
+
 def sequence_load(hidden_size: int | None, *, bidirectional: bool) -> SequenceLoad | None:
     """Return the load that the options describe, None without a hidden size.
 

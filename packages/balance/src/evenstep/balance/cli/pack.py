@@ -104,10 +104,10 @@ def pack(
         if plot:
             plot_packings(plot, packings, synchronize)
     if as_json:
-        about = {"input": source.name, "bad_lines": numbers.num_bad, "hidden_size": hidden_size}
+        about = options.about(source, numbers, hidden_size=hidden_size, plot=plot)
         print_json(about, chosen, packings)
     else:
-        print_packings(chosen, packings)
+        print_packings(chosen, packings, plot)
 
 
 def _pack_all(draws: Draws, pack_step: Pack) -> list[Packing]:

@@ -13,7 +13,7 @@ import typer
 from evenstep.balance.cli.draws import Draws
 from evenstep.balance.cli.figures import Spread, ratio
 from evenstep.balance.cli.plot import plot_loads
-from evenstep.balance.cli.terminal import milliseconds, percent, print_table
+from evenstep.balance.cli.terminal import milliseconds, percent, print_plot, print_table
 from evenstep.balance.packing_plan import PackingPlan
 from evenstep.balance.synchronize import Synchronize
 
@@ -51,7 +51,8 @@ class Packing:
         largest_over_mean: Largest over mean load of a rank, where ranks wait for each other.
         gap: How far the steps are above the lower bound, as a share of it.
         padding_saved: Part of the padding of an unpacked batch, whose sequences are all as long as
-            the longest, that is gone. The room that is left in the bins counts as padding.
+            the longest, that is gone. The room that is left in the bins counts as padding. None
+            where the unpacked batch has no more padding than the bins: there is none to save.
         time_saved: Part of the time of all steps, packed in arrival order, that is saved.
         planning_s: Seconds to plan one step.
     """
@@ -63,7 +64,7 @@ class Packing:
     largest_load: Spread
     largest_over_mean: Spread
     gap: Spread
-    padding_saved: float
+    padding_saved: float | None
     time_saved: float
     planning_s: Spread
 
@@ -85,13 +86,13 @@ class Packing:
             largest_load=Spread.of([max(map(max, plan.bin_loads)) for plan in plans]),
             largest_over_mean=Spread.of([plan.step_load / plan.ideal_load for plan in plans]),
             gap=Spread.of([plan.gap for plan in plans]),
-            padding_saved=1 - ratio(padding, unpacked),
+            padding_saved=1 - padding / unpacked if padding < unpacked else None,
             time_saved=1 - ratio(math.fsum(plan.step_load for plan in plans), before),
             planning_s=Spread.of([step.planning_s for step in steps]),
         )
 
 
-def print_packings(draws: Draws, packings: Sequence[Packing]) -> None:
+def print_packings(draws: Draws, packings: Sequence[Packing], plot: Path | None) -> None:
     """Print the table, and the answer in one sentence."""
     plan = packings[0].steps[0].plan
     title = (
@@ -104,6 +105,7 @@ def print_packings(draws: Draws, packings: Sequence[Packing]) -> None:
         f"in arrival order, as far as time follows the load; bins are {percent(best.fill)} full."
     )
     print_table(title, _HEAD, map(_row, packings), [note])
+    print_plot(plot)
 
 
 def print_json(about: Mapping[str, object], draws: Draws, packings: Sequence[Packing]) -> None:
@@ -158,7 +160,7 @@ def _row(packing: Packing) -> list[str]:
         percent(packing.fill),
         *(f"{value:.3f}" for value in packing.largest_over_mean),
         percent(packing.gap.mean, 2),
-        percent(packing.padding_saved),
+        "-" if packing.padding_saved is None else percent(packing.padding_saved),
         percent(packing.time_saved),
         milliseconds(packing.planning_s.mean),
     ]

@@ -27,12 +27,14 @@ class Rule:
         most: Largest number, itself allowed if it is finite.
         integer: Whether it must be an integer.
         noun: What more than `most` is called, for the message.
+        option: What allows numbers above `most`, None if nothing does.
     """
 
     least: int = 0
     most: float = math.inf
     integer: bool = False
     noun: str = "a finite number"
+    option: str | None = None
 
     def accepts(self, numbers: list[float]) -> bool:
         """Return whether all of the numbers, at least one, follow the rule."""
@@ -49,11 +51,16 @@ class Rule:
             return f"{_show(value)} is not a number"
         if self.accepts([number]):
             return None
-        if self.most < number < math.inf:
+        if self.is_exceeded_by(value):
             return f"{_show(value)} is more than {self.noun} of {self.most:,}"
         return (
             f"{_show(value)} is not {'an integer' if self.integer else self.noun} >= {self.least}"
         )
+
+    def is_exceeded_by(self, value: object) -> bool:
+        """Return whether the value is a number, and only too large."""
+        number = _to_number(value)
+        return number is not None and self.most < number < math.inf
 
 
 COST = Rule()
@@ -65,7 +72,9 @@ LENGTH = Rule(integer=True, most=MAX_LENGTH, noun="the most that can be told apa
 
 def packable(capacity: int) -> Rule:
     """Return the rule for lengths that must fit into a bin."""
-    return Rule(integer=True, least=1, most=capacity, noun="the capacity")
+    return Rule(
+        integer=True, least=1, most=capacity, noun="the capacity", option="raise --capacity"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +112,7 @@ def read_numbers(records: Iterable[Record], rule: Rule, *, skip_bad: bool = Fals
     """
     values = array("d")
     num_bad = 0
+    option = None
     examples: list[str] = []
     for chunk in _chunks(records):
         good = _all_numbers(chunk, rule)
@@ -114,15 +124,27 @@ def read_numbers(records: Iterable[Record], rule: Rule, *, skip_bad: bool = Fals
                     good.append(float(value))  # type: ignore[arg-type]  # the rule says it is one
                     continue
                 num_bad += 1
+                if rule.is_exceeded_by(value):
+                    option = rule.option
                 if num_bad <= _EXAMPLES:
                     examples.append(f"line {line}: {reason}")
         values.extend(good)
     numbers = Numbers(values=values, num_bad=num_bad, bad=tuple(examples))
     if num_bad and not skip_bad:
-        raise InputError(numbers.describe_bad() + "\nmend them, or leave them out with --skip-bad")
+        raise InputError(f"{numbers.describe_bad()}\n{_remedy(numbers, option)}")
     if not values:
         raise InputError("there is no number in it" + (f"; {examples[0]}" if examples else ""))
     return numbers
+
+
+def _remedy(numbers: Numbers, option: str | None) -> str:
+    """Return what can be done about the bad lines; `option` is one more thing that can."""
+    if not numbers.values:
+        remedies = "every line is bad: check --format, --key or --column"
+        return f"{remedies}, or {option}" if option else remedies
+    if option:
+        return f"mend them, leave them out with --skip-bad, or {option}"
+    return "mend them, or leave them out with --skip-bad"
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:

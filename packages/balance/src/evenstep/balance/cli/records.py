@@ -29,10 +29,15 @@ Record: TypeAlias = tuple[int, object]
 
 
 def line_records(text: TextIO) -> Iterator[Record]:
-    """Give the text of each line; empty lines are left out."""
-    for number, line in enumerate(text, start=1):
-        if not line.isspace():
-            yield number, line
+    """Give the text of each line; empty lines are left out.
+
+    If the first line looks like another format, it is reported so.
+    """
+    lines = ((number, line) for number, line in enumerate(text, start=1) if not line.isspace())
+    for number, line in lines:
+        yield number, _other_format(line) or line
+        break
+    yield from lines
 
 
 def csv_records(text: TextIO, column: str | None) -> Iterator[Record]:
@@ -66,7 +71,11 @@ def jsonl_records(text: TextIO, key: str | None) -> Iterator[Record]:
     """Give the value at `key` of each line's object, or the line's value if there is no key.
 
     A key that the object lacks is tried as a path: `meta.tokens` is `tokens` inside `meta`.
+
+    Raises:
+        UsageError: The first value is an object, and there is no key.
     """
+    is_first = True
     for number, line in enumerate(text, start=1):
         if line.isspace():
             continue
@@ -77,6 +86,9 @@ def jsonl_records(text: TextIO, key: str | None) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:  # integers or nesting beyond Python's limits
             yield number, Missing(f"is not JSON that Python can hold: {error}")
         else:
+            if is_first and key is None and isinstance(value, dict):
+                raise UsageError(f"choose one of {len(value)} keys with --key: {_list(value)}")
+            is_first = False
             yield number, _find(value, key)
 
 
@@ -130,11 +142,24 @@ def _find(value: object, key: str | None) -> object:
         return value
     if isinstance(value, dict) and key in value:
         return value[key]
+    where = "it"
     for part in key.split("."):
-        if not (isinstance(value, dict) and part in value):
-            return Missing(f"has no key {key!r}")
+        if not isinstance(value, dict):
+            return Missing(f"has no key {key!r}: {where} is no object")
+        if part not in value:
+            return Missing(f"has no key {key!r}: {where} has {_list(value) or 'no keys'}")
         value = value[part]
+        where = repr(part)
     return value
+
+
+def _other_format(line: str) -> Missing | None:
+    """Return why the line holds no number if it looks like JSON or CSV, else None."""
+    if line.lstrip().startswith("{"):
+        return Missing("looks like JSON; choose a key with --key, or say --format jsonl")
+    if any(delimiter in line.strip() for delimiter in _DELIMITERS):
+        return Missing("looks like CSV; choose a column with --column, or say --format csv")
+    return None
 
 
 def _list(names: "list[str] | dict[str, object]") -> str:

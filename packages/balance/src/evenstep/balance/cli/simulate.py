@@ -36,7 +36,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             help=f"Compare only this; may be repeated. One of {', '.join(STRATEGIES)}; the last "
-            "two are for windows of several micro-batches."
+            "two need --window above 1."
         ),
     ] = None,
     draws: options.Draws = 200,
@@ -81,10 +81,10 @@ def simulate(
             plot_step(plot, setting, contenders, setting.slots(costs_of(example)))
     outcomes = [summarize(name, done, steps[AS_READ]) for name, done in steps.items()]
     if as_json:
-        about = {"input": source.name, "bad_lines": numbers.num_bad, "hidden_size": hidden_size}
+        about = options.about(source, numbers, hidden_size=hidden_size, plot=plot)
         print_json(about, setting, chosen, outcomes)
     else:
-        print_outcomes(setting, chosen, outcomes)
+        print_outcomes(setting, chosen, outcomes, plot)
 
 
 def costs_from(load: SequenceLoad | None) -> CostsOf:
@@ -101,6 +101,11 @@ def _contenders(names: Sequence[str] | None, setting: Setting) -> dict[str, Cont
     for name in names or ():
         if name not in STRATEGIES:
             raise UsageError(f"--strategy {name} must be one of {', '.join(STRATEGIES)}")
+        if name in ACROSS_SLOTS and setting.window == 1:
+            raise UsageError(
+                f"--strategy {name} exchanges samples between micro-batches; it needs --window "
+                "above 1"
+            )
     offered = STRATEGIES if setting.window > 1 else WITHIN_SLOT
     return {name: contender(name, setting) for name in (AS_READ, *(names or offered))}
 

@@ -10,7 +10,7 @@ from evenstep.balance.cli.draws import Draws
 from evenstep.balance.cli.plot import plot_loads
 from evenstep.balance.cli.simulation import Contender, Outcome, Setting, Slots, loads_of
 from evenstep.balance.cli.strategies import UNEQUAL
-from evenstep.balance.cli.terminal import milliseconds, percent, print_table
+from evenstep.balance.cli.terminal import milliseconds, percent, print_plot, print_table
 
 _HEAD = (
     "strategy",
@@ -30,14 +30,17 @@ _WORTHWHILE = 0.03
 _AS_GOOD = 0.02
 
 
-def print_outcomes(setting: Setting, draws: Draws, outcomes: Sequence[Outcome]) -> None:
-    """Print the table, and the answer in one sentence."""
+def print_outcomes(
+    setting: Setting, draws: Draws, outcomes: Sequence[Outcome], plot: Path | None
+) -> None:
+    """Print the table, the answer, and where the picture is, if there is one."""
     as_read, *planned = outcomes
     rows = [
         _row(as_read)[:5] + ["-"] * 3,
         *(_row(outcome) for outcome in planned),
     ]
-    print_table(_describe(setting, draws), _HEAD, rows, [_answer(planned)])
+    print_table(_describe(setting, draws), _HEAD, rows, [_answer(setting, planned)])
+    print_plot(plot)
 
 
 def print_json(
@@ -54,6 +57,7 @@ def print_json(
         "steps": len(draws),
         "steps_available": draws.available,
         "seed": draws.seed,
+        "best": None if (best := _best(outcomes[1:])) is None else best.strategy,
         "strategies": [
             {
                 "strategy": outcome.strategy,
@@ -100,15 +104,28 @@ def _describe(setting: Setting, draws: Draws) -> str:
     return f"{draws.describe()}: {setting.describe()}; {waits} synchronises"
 
 
-def _answer(planned: Sequence[Outcome]) -> str:
-    most = max(outcome.time_saved for outcome in planned)
-    if most < _WORTHWHILE:
-        return f"Would it help? Hardly: no strategy saves more than {percent(most)} of the time."
+def _best(planned: Sequence[Outcome]) -> Outcome | None:
+    """Return the strategy to take, None if none is worth its exchange."""
+    if max(outcome.time_saved for outcome in planned) < _WORTHWHILE:
+        return None
     # Equal counts suit every training loop; unequal ones are named only if nothing else is there.
     equal = [outcome for outcome in planned if outcome.strategy != UNEQUAL] or planned
     enough = max(outcome.time_saved for outcome in equal) - _AS_GOOD
     good = [outcome for outcome in equal if outcome.time_saved >= enough]
-    best = min(good, key=lambda outcome: outcome.moved_share)
+    return min(good, key=lambda outcome: outcome.moved_share)
+
+
+def _answer(setting: Setting, planned: Sequence[Outcome]) -> str:
+    most = max(outcome.time_saved for outcome in planned)
+    best = _best(planned)
+    if best is None:
+        answer = f"Would it help? Hardly: no strategy saves more than {percent(most)} of the time."
+        if setting.micro_batch == setting.window == 1:
+            answer += (
+                " With one sample per rank and micro-batch, only --window above 1, or packing, can "
+                "help."
+            )
+        return answer
     return (
         f"Would it help? Yes: {best.strategy} saves {percent(best.time_saved)} of the step time "
         f"({1 / (1 - best.time_saved):.2f} times as fast) and moves {percent(best.moved_share)} of "

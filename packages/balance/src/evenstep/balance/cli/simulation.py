@@ -52,8 +52,10 @@ class Setting:
 
     def describe(self) -> str:
         """Return the size of a step in words."""
+        ranks = "1 rank" if self.dp_size == 1 else f"{self.dp_size} ranks"
+        samples = "1 sample" if self.micro_batch == 1 else f"{self.micro_batch} samples"
         batches = "1 micro-batch" if self.window == 1 else f"{self.window} micro-batches"
-        return f"{self.dp_size} ranks x {self.micro_batch} samples x {batches}"
+        return f"{ranks} x {samples} x {batches}"
 
     def slots(self, costs: Sequence[float]) -> Slots:
         """Divide the costs of a step into its micro-batches."""

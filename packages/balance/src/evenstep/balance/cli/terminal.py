@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
@@ -40,7 +42,7 @@ def print_table(
 ) -> None:
     """Print a table whose first column is text and whose other columns are figures."""
     console = Console()
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for index, name in enumerate(head):
         table.add_column(name, justify="right" if index else "left", vertical="bottom")
     for row in rows:
@@ -49,6 +51,12 @@ def print_table(
     console.print(table)
     for note in notes:
         console.print("", note, sep="\n", highlight=False, markup=False)
+
+
+def print_plot(path: Path | None) -> None:
+    """Say where the picture is, if there is one."""
+    if path is not None:
+        typer.echo(f"\nLoad of every rank, before and after: {path}")
 
 
 def percent(share: float, digits: int = 1) -> str:
