@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +23,9 @@ from evenstep.exchange.errors import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # a wait inside Gloo holds signals back, and Ctrl-C must get through within a second
+_LET_GO_S = 0.05  # Gloo's threads need microseconds, if they get a core
+
+_started = threading.Event()  # whether this process has run a collective
 
 
 def never() -> bool:
@@ -111,6 +116,7 @@ def start_all_to_all(
         PeerLostError: If the connection to a peer is already broken.
     """
     _check_alive(group, doing)
+    _started.set()
     try:
         work = dist.all_to_all_single(
             received,
@@ -187,3 +193,18 @@ def _unreachable(group: dist.ProcessGroup) -> list[int]:
             except RuntimeError:
                 unreachable.append(peer)
     return unreachable
+
+
+def _let_go() -> None:
+    """Wait until Gloo's threads have let go of the latest collective, before Python ends.
+
+    The thread that ran it may be the last to drop it, and needs the interpreter's lock to drop its
+    tensors. Once the interpreter is ending, Python ends such a thread on the spot, inside a C++
+    destructor, and that ends the process with SIGABRT.
+    """
+    if _started.is_set():
+        time.sleep(_LET_GO_S)
+
+
+# Finalizers run in the reverse order of their making: after those of all that uses this module.
+weakref.finalize(Patience, _let_go)
