@@ -3,6 +3,7 @@
 uv run torchrun --standalone --nproc-per-node 2 examples/ddp_text.py
 """
 
+import os
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from evenstep.reorder_buffer import SAMPLE_LIST, TextCost, balance_loader
 
+if "RANK" not in os.environ:
+    raise SystemExit(__doc__)
 torch.manual_seed(0)
 dist.init_process_group("gloo")
 lengths = torch.empty(128).log_normal_(3.5, 1).clip(2, 200).int().tolist()

@@ -9,6 +9,7 @@ sample i: each picture is a number drawn many times, and the text of its sample 
 """
 
 import math
+import os
 from collections.abc import Iterator
 
 import torch
@@ -30,6 +31,8 @@ IMAGE_TOKEN, LENGTH, WIDTH = 1, 12, 4
 
 def main() -> None:
     """Run both modules side by side."""
+    if "RANK" not in os.environ:  # not started by torchrun
+        raise SystemExit(__doc__)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     modules = {name: new_group(ranks) for name, ranks in MODULES.items()}

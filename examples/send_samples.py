@@ -6,6 +6,7 @@ The parent packs two samples into a block of shared memory; the child reads them
 copy. Then the parent writes the same samples to a socket, one after the other.
 """
 
+import argparse
 import multiprocessing
 import socket
 from multiprocessing.connection import Connection
@@ -83,6 +84,8 @@ def receive(connection: Connection) -> None:
 
 
 def main() -> None:
+    raw = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=raw).parse_args()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=receive, args=(theirs,), daemon=True)

@@ -11,16 +11,12 @@ import sys
 from rich.console import Console
 
 from command_line import OptionError
-from gpt.groups import Parallelism, model_groups
 from gpt.options import Options, parse_options
-from gpt.report import results_table, save_picture
-from gpt.train import ONE_BY_ONE, train
-from vlm.ranks import agreed, joined_ranks
-from vlm.report import count_steps
+from vlm.ranks import Ranks, agreed, joined_ranks
 
 
 def main() -> None:
-    """Train three ways; rank 0 prints the table and saves the picture."""
+    """Check the options on all ranks, then compare."""
     try:
         parsed: Options | OptionError = parse_options(sys.argv[1:])
     except OptionError as error:
@@ -31,24 +27,34 @@ def main() -> None:
                 f"--context-parallel is {parsed.context_parallel}: must divide the "
                 f"{ranks.num_ranks} ranks"
             )
-        options = agreed(parsed, ranks)
-        console = Console(quiet=ranks.rank != 0)
-        console.print(f"ranks: {ranks.num_ranks} ({ranks.device.type}), steps: {options.steps}")
-        groups = model_groups(Parallelism(context=options.context_parallel))
-        runs = [
-            train(
-                scheduler,
-                options,
-                groups,
-                ranks.device,
-                count_steps(scheduler, options.steps, console),
-            )
-            for scheduler in (ONE_BY_ONE, "dp_balanced", "evenstep_balanced")
-        ]
-        if ranks.rank == 0:
-            console.print(results_table(runs))
-            save_picture(runs, options.picture)
-            console.print(f"Packs per rank: {options.picture}", soft_wrap=True)
+        compare(agreed(parsed, ranks), ranks)
+
+
+def compare(options: Options, ranks: Ranks) -> None:
+    """Train three ways; rank 0 prints the table and saves the picture."""
+    # Megatron-Core prints a dozen warnings when it is imported: not before --help and errors.
+    from gpt.groups import Parallelism, model_groups  # noqa: PLC0415
+    from gpt.report import results_table, save_picture  # noqa: PLC0415
+    from gpt.train import ONE_BY_ONE, train  # noqa: PLC0415
+    from vlm.report import count_steps  # noqa: PLC0415
+
+    console = Console(quiet=ranks.rank != 0)
+    console.print(f"ranks: {ranks.num_ranks} ({ranks.device.type}), steps: {options.steps}")
+    groups = model_groups(Parallelism(context=options.context_parallel))
+    runs = [
+        train(
+            scheduler,
+            options,
+            groups,
+            ranks.device,
+            count_steps(scheduler, options.steps, console),
+        )
+        for scheduler in (ONE_BY_ONE, "dp_balanced", "evenstep_balanced")
+    ]
+    if ranks.rank == 0:
+        console.print(results_table(runs))
+        save_picture(runs, options.picture)
+        console.print(f"Packs per rank: {options.picture}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """A small Megatron-Core `GPTModel` that trains on CPUs, and its summed token loss."""
 
-import dataclasses
-
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -10,25 +8,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gpt.attention import PackedAttention
+from gpt.size import ModelSize
+
+__all__ = ["ModelSize", "build_model", "summed_loss", "transformer_config"]
 
 BYTE_VALUES = 256
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSize:
-    """Size of the model.
-
-    Attributes:
-        layers: Transformer layers.
-        hidden: Width.
-        heads: Attention heads.
-        positions: Rows of the learned position table: the longest sequence, padding included.
-    """
-
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    positions: int = 4096
 
 
 def transformer_config(size: ModelSize, **settings: object) -> TransformerConfig:

@@ -11,7 +11,7 @@ from command_line import (
     require_width,
     writable_picture,
 )
-from gpt.model import ModelSize
+from gpt.size import ModelSize
 
 DESCRIPTION = """
 Train a small Megatron-Core GPT on the sources of Python's standard library, byte by byte, three
