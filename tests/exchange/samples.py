@@ -44,7 +44,7 @@ def agreed(offers: Sequence[Offer]) -> list[Agreement]:
     ]
     return [
         Agreement(
-            reports=tuple(SchemaTable().decode(m, rank)[0] for rank, m in enumerate(messages)),
+            reports=tuple(SchemaTable().decode(m, rank) for rank, m in enumerate(messages)),
             offer=offer,
             samples=samples,
             layouts=of_rank,

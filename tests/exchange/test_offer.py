@@ -3,6 +3,7 @@
 import contextlib
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,10 +34,11 @@ def test_the_bytes_are_as_documented() -> None:
         {"x": torch.zeros(300, dtype=torch.float32)},
         {"x": torch.zeros(2)},
     ]
-    offer = Offer(samples=samples, slot_counts=[1, 1], costs=[1.5, 2.0], exhausted=True)
+    offer = Offer(samples=samples, slot_counts=[1, 1], costs=[1.5, 2.0], exhausted=True, note=b"hi")
     schema = SampleSchema((FieldSpec("x", torch.float32, 1),)).encode()
     assert _message(offer) == (
-        struct.pack("<BBHIIII", 1, 1, 0, 2, 2, 1, 0)
+        struct.pack("<BBHIIIII", 1, 1, 0, 2, 2, 1, 0, 2)
+        + b"hi"
         + struct.pack("<2I", 1, 1)
         + struct.pack("<2d", 1.5, 2.0)
         + struct.pack("<2q", 1200, 8)
@@ -86,8 +88,9 @@ def test_a_schema_is_announced_once_and_again_until_peers_know_it() -> None:
     second = _message(offer_of(0, [3]), announcer)
     assert len(second) < len(first)
     table.decode(memoryview(first), 0)
-    report, schemas = table.decode(memoryview(second), 0)
-    assert len(schemas) == 1
+    report = table.decode(memoryview(second), 0)
+    assert len(report.schemas) == 1
+    assert report.note == b""
     assert report.layout(2) == sample_layout(fold_values(offer_of(0, [3]).samples[2]))
 
 
@@ -108,6 +111,10 @@ def test_metadata_takes_at_most_64_bytes_per_sample() -> None:
     announcer.encode(offer, layouts)
     announcer.mark_announced()
     assert len(announcer.encode(offer, layouts)) + 8 + 28 <= 64 * 32  # with frame and header
+
+
+def test_a_note_arrives() -> None:
+    assert SchemaTable().decode(memoryview(GOOD), 1).note == b"note"
 
 
 @pytest.mark.parametrize(
@@ -138,11 +145,11 @@ def test_counts_that_do_not_match_are_refused() -> None:
         Offer(samples=[{}, {}], slot_counts=[2], costs=[1.0])
 
 
-GOOD = _message(offer_of(1, [2, 3]))
+GOOD = _message(replace(offer_of(1, [2, 3]), note=b"note"))
 
 
 def _read_all(message: bytes) -> None:
-    report, _ = SchemaTable().decode(memoryview(message), 7)
+    report = SchemaTable().decode(memoryview(message), 7)
     for local in range(sum(report.slot_counts)):
         report.layout(local)
 
@@ -173,16 +180,17 @@ def test_hostile_bytes_are_refused_or_harmless(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("head", "told"),
     [
-        ((0, 1, 0, 0, 1 << 31, 0, 0), "offer of rank 7 ends .* bytes early"),
-        ((0, 1, 0, 1 << 31, 0, 0, 0), "offer of rank 7 ends .* bytes early"),
-        ((0, 1, 0, 0, 0, 1 << 31, 0), "offer of rank 7 ends 4 bytes early"),
-        ((0, 1, 0, 0, 0, 0, 5), "rank 7 counts 5 schemas and 0 samples where this rank has 0"),
-        ((0, 0, 0, 0, 0, 0, 0), "rank 7 offers samples without a cost"),
+        ((0, 1, 0, 0, 0, 0, 0, 1 << 31), "offer of rank 7 ends .* bytes early"),
+        ((0, 1, 0, 0, 1 << 31, 0, 0, 0), "offer of rank 7 ends .* bytes early"),
+        ((0, 1, 0, 1 << 31, 0, 0, 0, 0), "offer of rank 7 ends .* bytes early"),
+        ((0, 1, 0, 0, 0, 1 << 31, 0, 0), "offer of rank 7 ends 4 bytes early"),
+        ((0, 1, 0, 0, 0, 0, 5, 0), "rank 7 counts 5 schemas and 0 samples where this rank has 0"),
+        ((0, 0, 0, 0, 0, 0, 0, 0), "rank 7 offers samples without a cost"),
     ],
 )
 def test_declared_counts_are_not_believed(head: tuple[int, ...], told: str) -> None:
     with pytest.raises(ProtocolError, match=told):
-        _read_all(struct.pack("<BBHIIII", *head))
+        _read_all(struct.pack("<BBHIIIII", *head))
 
 
 def test_a_schema_never_announced_is_refused() -> None:

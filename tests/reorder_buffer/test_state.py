@@ -251,6 +251,7 @@ def resume_at(rank: int, world_size: int, served: list[int | None]) -> tuple[str
             if place is not None:
                 windows = place // WINDOW * WINDOW
                 state["place"]["batches_read"], state["served"] = windows, place - windows
+                state["behind"] = place
                 buffer.load_state_dict(state)
             try:
                 next(buffer)
@@ -263,3 +264,59 @@ def test_ranks_that_resume_at_different_steps_are_told(ranks: RankPools) -> None
     told = ranks(2).run(resume_at, [4, 5])
     assert [kind for kind, _ in told] == ["MismatchError", "MismatchError"]
     assert all("all ranks must, each from its state of one step" in text for _, text in told)
+
+
+def resume_uneven(
+    rank: int, world_size: int, counts: list[int], stop: list[int], overlap: bool
+) -> tuple[str, str]:
+    """Resume behind `stop` micro-batches, or the end, of data that is uneven over the ranks."""
+    import torch.distributed as dist
+
+    from evenstep.exchange import ModuleGroups
+
+    main = dist.group.WORLD
+    assert main is not None
+    with ModuleGroups.create(main, overlap=True) as groups:
+
+        def buffer() -> ReorderingBuffer[Any]:
+            return alone(
+                PlainLoader(numbered_batches(counts[rank], first=100 * rank)),
+                overlap=overlap,
+                dp_rank=rank,
+                dp_size=world_size,
+                n_groups=world_size,
+                dp_group_gloo=groups.control,
+                dp_group_nccl=groups.payload,
+                timeout_s=20.0,
+            )
+
+        expected, states = [], []
+        with buffer() as whole:
+            states.append(whole.state_dict())
+            for batch in whole:
+                expected.append(numbers_of(batch))
+                states.append(whole.state_dict())
+            states.append(whole.state_dict())  # the end was seen
+        served = expected[: stop[rank]]
+        with buffer() as second:
+            second.load_state_dict(states[stop[rank]])
+            try:
+                served += [numbers_of(batch) for batch in second]
+            except ExchangeError as error:
+                return type(error).__name__, str(error)
+    return ("", "") if served == expected else ("other micro-batches", str(served))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("stop", range(5))  # 4: behind the end
+def test_ranks_resume_though_their_data_is_uneven(
+    ranks: RankPools, stop: int, *, overlap: bool
+) -> None:
+    assert ranks(2).run(resume_uneven, [3, 5], [stop, stop], overlap) == [("", "")] * 2
+
+
+@pytest.mark.parametrize("stop", [[5, 3], [4, 3]])
+def test_a_rank_that_resumes_at_the_end_alone_is_told(ranks: RankPools, stop: list[int]) -> None:
+    for kind, text in ranks(2).run(resume_uneven, [4, 4], stop, False, deadline_s=60):
+        assert kind == "MismatchError"
+        assert "resumed_behind = '4 micro-batches and the end'" in text

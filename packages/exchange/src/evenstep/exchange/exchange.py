@@ -113,18 +113,13 @@ class SampleExchange:
         self._announcer.mark_announced()
         # A table that is half extended is of no more use.
         with self._rounds.breaking(), collection_paused():
-            decoded = [
+            reports = tuple(
                 table.decode(message, rank)
                 for rank, (table, message) in enumerate(zip(self._tables, messages, strict=True))
-            ]
+            )
         if self._same_schema:
-            check_same_schema([schemas for _, schemas in decoded])
-        return Agreement(
-            reports=tuple(report for report, _ in decoded),
-            offer=offer,
-            samples=samples,
-            layouts=layouts,
-        )
+            check_same_schema([report.schemas for report in reports])
+        return Agreement(reports=reports, offer=offer, samples=samples, layouts=layouts)
 
     def prepare(self, agreement: Agreement, plan: Plan, *, check: Check | None = None) -> Transfer:
         """Plan, pack, and commit to the plan together with all ranks.

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.serialize import FlatSample, SampleLayout, TensorSample
+from evenstep.serialize import FlatSample, SampleLayout, SampleSchema, TensorSample
 
 MAX_COSTS = 255
 """Costs per sample; the number travels in one byte."""
@@ -29,6 +29,7 @@ class Offer:
         slot_counts: Number of samples per slot; their sum is the number of samples.
         costs: One cost per sample, finite and >= 0; or equally many per sample, for several phases.
         exhausted: Whether this rank's source has ended, so that this is its last window.
+        note: What all ranks shall know besides; the exchange does not look at it.
 
     Raises:
         ValueError: If counts do not match, or a cost is not a finite number >= 0.
@@ -38,6 +39,7 @@ class Offer:
     slot_counts: Sequence[int]
     costs: Sequence[Cost]
     exhausted: bool = False
+    note: bytes = b""
 
     def __post_init__(self) -> None:
         count = len(self.samples)
@@ -69,6 +71,8 @@ class RankReport(NamedTuple):
         costs: float64, sample by sample.
         nbytes: Serialized bytes per sample, int64.
         exhausted: Whether the rank's source has ended.
+        note: What its offer says besides.
+        schemas: The distinct schemas of its samples, which all ranks have decoded.
         layout: Decodes the layout of the sample with the given local index.
     """
 
@@ -77,6 +81,8 @@ class RankReport(NamedTuple):
     costs: "array[float]"
     nbytes: "array[int]"
     exhausted: bool
+    note: bytes
+    schemas: tuple[SampleSchema, ...]
     layout: Callable[[int], SampleLayout]
 
 

@@ -3,7 +3,8 @@
 All integers are little-endian::
 
     head     exhausted u8, costs per sample u8, 0 u16, slots u32, samples u32, new schemas u32,
-             schemas announced before u32
+             schemas announced before u32, bytes of the note u32
+    note     the caller's
     slots    samples per slot u32 each
     costs    float64 each, sample by sample
     sizes    serialized bytes of each sample, int64
@@ -31,7 +32,7 @@ from evenstep.serialize import DecodeError, SampleLayout, SampleSchema
 
 Values = TypeVar("Values", "array[int]", "array[float]")
 
-_HEAD = struct.Struct("<BBHIIII")
+_HEAD = struct.Struct("<BBHIIIII")
 _LENGTH = struct.Struct("<I")
 _MAX_SCHEMAS = 1 << 16
 
@@ -63,10 +64,12 @@ class SchemaAnnouncer:
             len(layouts),
             len(new),
             self._announced,
+            len(offer.note),
         )
         return b"".join(
             [
                 head,
+                offer.note,
                 _little(array("I", offer.slot_counts)),
                 _little(costs),
                 _little(array("q", [layout.nbytes for layout in layouts])),
@@ -104,14 +107,16 @@ class SchemaTable:
     def __init__(self) -> None:
         self._known: list[KnownSchema] = []
 
-    def decode(self, message: memoryview, rank: int) -> tuple[RankReport, list[SampleSchema]]:
-        """Return the report in `rank`'s message and the schemas that its samples have.
+    def decode(self, message: memoryview, rank: int) -> RankReport:
+        """Return the report in `rank`'s message.
 
         Raises:
             ProtocolError: If the message is damaged; every rank sees the same bytes.
         """
         reader = _Reader(message, rank)
-        exhausted, num_costs, _, num_slots, num_samples, num_new, known = reader.unpack(_HEAD)
+        head = reader.unpack(_HEAD)
+        exhausted, num_costs, _, num_slots, num_samples, num_new, known, note_nbytes = head
+        note = bytes(reader.take(note_nbytes))
         slot_counts = reader.integers("I", num_slots)
         costs = reader.floats(num_samples * num_costs)
         nbytes = reader.integers("q", num_samples)
@@ -131,10 +136,16 @@ class SchemaTable:
         if used and max(used) >= len(self._known):
             raise ProtocolError(f"rank {rank} uses a schema that it never announced")
         shapes = _Shapes(rank, self._known, nbytes, numbers, lengths, reader.rest())
-        report = RankReport(
-            tuple(slot_counts), num_costs, costs, nbytes, bool(exhausted), shapes.layout
+        return RankReport(
+            slot_counts=tuple(slot_counts),
+            num_costs=num_costs,
+            costs=costs,
+            nbytes=nbytes,
+            exhausted=bool(exhausted),
+            note=note,
+            schemas=tuple(self._known[number].schema for number in sorted(used)),
+            layout=shapes.layout,
         )
-        return report, [self._known[number].schema for number in sorted(used)]
 
 
 class _Shapes:

@@ -216,17 +216,14 @@ class Rounds:
         self.failed = bool(reasons)
         if reasons:
             raise PeerFailedError(reasons, doing=_DOING[kind])
-        for rank, (peer_kind, _, number, fingerprint) in enumerate(headers):
+        for rank, (peer_kind, _, number, _) in enumerate(headers):
             if (peer_kind, number) != (headers[0][0], headers[0][2]):
                 raise ProtocolError(
                     f"rank {rank} is in round {number} ({_name(peer_kind)}), rank 0 in round "
                     f"{headers[0][2]} ({_name(headers[0][0])}): the ranks made different calls"
                 )
-            if fingerprint != headers[0][3] and kind != Kind.SETTINGS:
-                raise MismatchError(
-                    f"the settings of rank {rank} differ from those of rank 0; call "
-                    "compare_settings() at construction to learn which"
-                )
+        if kind != Kind.SETTINGS and len({fingerprint for *_, fingerprint in headers}) > 1:
+            self.compare_settings()  # all ranks know it, and learn here which one differs
 
 
 def _unpack_header(frame: memoryview, rank: int) -> tuple[int, int, int, bytes]:

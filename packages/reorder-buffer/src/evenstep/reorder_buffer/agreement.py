@@ -11,7 +11,7 @@ from evenstep.reorder_buffer.field_kinds import Batched, Items, Ragged
 from evenstep.reorder_buffer.layout import BatchLayout
 from evenstep.serialize import VALUES_KEY, SampleLayout, SampleSchema
 
-__all__ = ["check_agreement"]
+__all__ = ["check_agreement", "check_schemas"]
 
 
 class _Field(NamedTuple):
@@ -82,6 +82,42 @@ def check_agreement(
                 )
 
 
+def check_schemas(layout: BatchLayout, schemas: Sequence[Sequence[SampleSchema]]) -> None:
+    """Raise unless samples of all these schemas can be merged, as far as a schema tells.
+
+    Args:
+        layout: The form of the micro-batches.
+        schemas: By rank, those of its samples. All ranks know them, so all raise the same, even
+            where no sample moves and the difference would not show.
+
+    Raises:
+        ValueError: If a field's dtype, number of dims or presence differs, naming it and two ranks.
+    """
+    ranks: dict[int, int] = {}  # the first that has each
+    for rank, found in enumerate(schemas):
+        for schema in found:
+            ranks.setdefault(id(schema), rank)
+    distinct = {id(schema): schema for found in schemas for schema in found}
+    fields_of = {key: _fields_of(layout, schema)[0] for key, schema in distinct.items()}
+    firsts: dict[str, tuple[int, _Field]] = {}
+    for schema_id, fields in fields_of.items():
+        for key, field in fields.items():
+            first, expected = firsts.setdefault(key, (schema_id, field))
+            if (field.dtype, field.ndim) != (expected.dtype, expected.ndim):
+                raise ValueError(
+                    f"field {key!r}: rank {ranks[schema_id]} has {_kind(field)}, rank "
+                    f"{ranks[first]} {_kind(expected)}."
+                )
+    for key, (first, field) in firsts.items():
+        for schema_id, fields in fields_of.items():
+            if not field.may_lack and key not in fields:
+                raise ValueError(
+                    f"field {key!r}: samples of rank {ranks[schema_id]} lack it, and rank "
+                    f"{ranks[first]} has it; only ragged fields may be missing, where a sample has "
+                    "no rows."
+                )
+
+
 @lru_cache(256)
 def _fields_of(layout: BatchLayout, schema: SampleSchema) -> tuple[dict[str, _Field], _Sizes]:
     """Return what must agree per field of a schema, and where ``dims`` holds all fixed sizes."""
@@ -112,6 +148,10 @@ def _fields_of(layout: BatchLayout, schema: SampleSchema) -> tuple[dict[str, _Fi
 
 def _shown(sample: SampleLayout, field: _Field) -> str:
     if field.dtype is None:
-        return "None"
+        return _kind(field)
     sizes = [sample.dims[place] for place in field.fixed]
-    return f"a {field.dtype} tensor of {field.ndim} dims with sizes {sizes} besides its own rows"
+    return f"{_kind(field)} with sizes {sizes} besides its own rows"
+
+
+def _kind(field: _Field) -> str:
+    return "None" if field.dtype is None else f"a {field.dtype} tensor of {field.ndim} dims"

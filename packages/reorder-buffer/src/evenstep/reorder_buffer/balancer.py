@@ -9,7 +9,8 @@ from typing import Generic
 
 from evenstep.balance import Route, Strategy, build_window_route
 from evenstep.exchange import Agreement, Arrival, Offer, Placement
-from evenstep.reorder_buffer.agreement import check_agreement
+from evenstep.reorder_buffer.agreement import check_agreement, check_schemas
+from evenstep.reorder_buffer.common_values import check_common_values, note_of
 from evenstep.reorder_buffer.cost import CostFunction, samples_with_costs
 from evenstep.reorder_buffer.layout import BatchLayout, BatchT, Layout
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
@@ -67,12 +68,14 @@ class WindowBalancer(Generic[BatchT]):
         samples: list[FlatSample] = []
         costs: list[float] = []
         slot_counts: list[int] = []
+        firsts: list[FlatSample] = []
         for batch in batches:
             counts = None if self.image_count_of is None else self.image_count_of(batch)
             flats, costs_of_slot = samples_with_costs(
                 batch, layout=self.layout, cost_of=self.cost_of, counts=counts
             )
             samples += flats
+            firsts += flats[:1]
             costs += costs_of_slot
             slot_counts.append(len(flats))
         if len({*slot_counts}) > 1:
@@ -80,14 +83,23 @@ class WindowBalancer(Generic[BatchT]):
                 f"the micro-batches of this window have {slot_counts} samples; all must have "
                 "equally many, so let the loader drop the last incomplete one (drop_last=True)"
             )
-        return Offer(samples=samples, slot_counts=slot_counts, costs=costs, exhausted=exhausted)
+        note = b""
+        if isinstance(self.layout, BatchLayout):
+            note = note_of(self.layout, firsts)
+        return Offer(
+            samples=samples,
+            slot_counts=slot_counts,
+            costs=costs,
+            exhausted=exhausted,
+            note=note,
+        )
 
     def route(self, agreement: Agreement) -> list[Route]:
         """Return the route of every sample by global index; the same on every rank.
 
         Raises:
-            ValueError: If the ranks' micro-batches differ in number or size, or their samples do
-                not divide into the groups.
+            ValueError: If the ranks' micro-batches differ in number, size, fields or values that
+                all samples share, or their samples do not divide into the groups.
         """
         counts = [report.slot_counts for report in agreement.reports]
         if len({*counts}) > 1:
@@ -95,6 +107,13 @@ class WindowBalancer(Generic[BatchT]):
             raise ValueError(
                 "ranks must bring equally many samples to each micro-batch of a window, but their "
                 f"counts per micro-batch are {told}{' ...' if len(counts) > 8 else ''}"
+            )
+        if isinstance(self.layout, BatchLayout):
+            check_schemas(self.layout, [report.schemas for report in agreement.reports])
+            check_common_values(
+                [report.note for report in agreement.reports],
+                agreement.num_slots,
+                across_slots=getattr(self.strategy, "scope", "slot") == "window",
             )
         return build_window_route(
             self.costs(agreement), self.n_groups, self.dp_size, strategy=self.strategy

@@ -233,14 +233,9 @@ class ReorderingBuffer(Generic[BatchT]):
                 "load_state_dict came after the first next(); load the state into a new buffer"
             )
         progress = decode_state(state_dict, dp_rank=self._dp_rank, settings=self._settings)
-        self._reader.resume(progress.place)
+        self._reader.resume(progress.place, over=progress.last)
         self._resumed = progress
-        self._pipeline.exchange = self._make_exchange(
-            resumed_behind=f"{progress.place.batches_read} + {progress.served} micro-batches"
-        )
-        if progress.ended:
-            self._pipeline.end()
-            self._finish(StopIteration())
+        self._pipeline.exchange = self._make_exchange(resumed_behind=progress.describe())
 
     def shutdown(self) -> None:
         """Stop the overlap worker, tell the peers, and wait for both in bounded time."""
@@ -264,7 +259,7 @@ class ReorderingBuffer(Generic[BatchT]):
             with clock.phase("wait"):
                 window = self._take()
             if window is not None:
-                skipped = self._bookmark.enter(window.span, len(window.batches))
+                skipped = self._bookmark.enter(window.span, len(window.batches), last=window.last)
                 if window.measured is not None:
                     self._observer.notify(window.measured.stats(wait_s=clock.read().wait))
         except StopIteration as error:  # PEP 479, for what is no generator

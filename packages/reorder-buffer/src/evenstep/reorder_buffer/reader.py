@@ -70,8 +70,12 @@ class LoaderReader(Generic[BatchT]):
         self._exhausted = False
         self._generator = self._generator_state()
 
-    def resume(self, place: ReaderPlace) -> None:
+    def resume(self, place: ReaderPlace, *, over: bool = False) -> None:
         """Go on at a place of an earlier run; call it before `open`.
+
+        Args:
+            place: Where the earlier run was.
+            over: Whether nothing more is to be read there, whatever the loader has left.
 
         Raises:
             ValueError: If the loader cannot return there.
@@ -95,7 +99,7 @@ class LoaderReader(Generic[BatchT]):
             self._generator = place.generator
         self._resumed = place
         self._iterator = self._failure = None
-        self._batches_read, self._exhausted = place.batches_read, place.exhausted
+        self._batches_read, self._exhausted = place.batches_read, place.exhausted or over
         self._to_skip = place.batches_read if place.loader is None else 0
 
     def open(self) -> None:

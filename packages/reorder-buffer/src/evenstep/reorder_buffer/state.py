@@ -23,12 +23,20 @@ class Progress:
     Attributes:
         place: The start of the window that is being served.
         served: Micro-batches of that window that were served.
-        ended: Whether the loop has seen the end of the pass.
+        behind: Micro-batches of the pass that were served, equal on all ranks.
+        last: Whether no window follows, on any rank; then `place` is where reading has ended.
+        ended: Whether the loop has seen the end of the pass, too.
     """
 
     place: ReaderPlace
     served: int = 0
+    behind: int = 0
+    last: bool = False
     ended: bool = False
+
+    def describe(self) -> str:
+        """Return in words what must be equal on all ranks that resume."""
+        return f"{self.behind} micro-batches{' and the end' if self.last else ''}"
 
 
 def encode_state(progress: Progress, *, dp_rank: int, settings: Mapping[str, Setting]) -> StateDict:
@@ -39,6 +47,8 @@ def encode_state(progress: Progress, *, dp_rank: int, settings: Mapping[str, Set
         "settings": dict(settings),
         "place": {field: getattr(progress.place, field) for field in ReaderPlace.__slots__},
         "served": progress.served,
+        "behind": progress.behind,
+        "last": progress.last,
         "ended": progress.ended,
     }
 
@@ -77,7 +87,13 @@ def decode_state(
             f"dp_rank is {dp_rank}, but the state was saved by rank {state['dp_rank']}; it holds "
             "the place of that rank's loader, so every rank must save and load its own"
         )
-    return Progress(place=place, served=state["served"], ended=state["ended"])
+    return Progress(
+        place=place,
+        served=state["served"],
+        behind=state["behind"],
+        last=state["last"],
+        ended=state["ended"],
+    )
 
 
 def begin_next_pass(state: Mapping[str, Any]) -> StateDict:
@@ -88,7 +104,7 @@ def begin_next_pass(state: Mapping[str, Any]) -> StateDict:
     # A loader that another rank's end kept from its own cannot return behind it; it begins anew.
     loader = place["loader"] if place["exhausted"] else None
     place = {**place, "batches_read": 0, "exhausted": False, "loader": loader}
-    return {**state, "ended": False, "served": 0, "place": place}
+    return {**state, "ended": False, "last": False, "behind": 0, "served": 0, "place": place}
 
 
 class Bookmark:
@@ -98,7 +114,9 @@ class Bookmark:
         self._start: Progress | None = None
         self._span: WindowSpan | None = None
         self._size = 0
+        self._last = False
         self._served = 0
+        self._behind = 0
         self._end: ReaderPlace | None = None
 
     @property
@@ -109,9 +127,15 @@ class Bookmark:
     def begin(self, start: Progress) -> None:
         """Begin the pass, at its beginning or where an earlier run was."""
         self._start = start
+        self._behind = start.behind
 
-    def enter(self, span: WindowSpan, size: int) -> int:
+    def enter(self, span: WindowSpan, size: int, *, last: bool) -> int:
         """Begin a window of `size` micro-batches; return how many an earlier run has served.
+
+        Args:
+            span: The part of this rank's data that it was made from.
+            size: Its micro-batches.
+            last: Whether no window follows.
 
         Raises:
             ValueError: If it served more than there are.
@@ -123,12 +147,13 @@ class Bookmark:
                 f"window {span.number} has {size} micro-batches, but the saved run was served "
                 f"{self._served} of it; the data is not that of the saved run"
             )
-        self._span, self._size = span, size
+        self._span, self._size, self._last = span, size, last
         return self._served
 
     def serve(self) -> None:
         """Count a micro-batch of the window."""
         self._served += 1
+        self._behind += 1
 
     def finish(self, end: ReaderPlace) -> None:
         """Note that the training loop has seen the end of the pass."""
@@ -138,9 +163,9 @@ class Bookmark:
         """Return where the training loop is; the pass must have begun."""
         assert self._start is not None
         if self._end is not None:
-            return Progress(place=self._end, ended=True)
+            return Progress(place=self._end, behind=self._behind, last=True, ended=True)
         if self._span is None:
             return self._start
         if self._served == self._size:
-            return Progress(place=self._span.end)
-        return Progress(place=self._span.start, served=self._served)
+            return Progress(place=self._span.end, behind=self._behind, last=self._last)
+        return Progress(place=self._span.start, served=self._served, behind=self._behind)

@@ -50,11 +50,13 @@ class BalancedWindow(NamedTuple, Generic[BatchT]):
     Attributes:
         batches: The micro-batches of this rank.
         span: The part of this rank's data that was read for it.
+        last: Whether no window follows, which all ranks know.
         measured: Its loads, bytes and times; None if nobody looks at them.
     """
 
     batches: list[BatchT]
     span: WindowSpan
+    last: bool
     measured: Measured | None
 
 
@@ -112,10 +114,6 @@ class WindowPipeline(Generic[BatchT]):
             self._over = True
             raise
 
-    def end(self) -> None:
-        """Note that there is no window left; all ranks know it."""
-        self._over = True
-
     def leave(self, cause: BaseException) -> None:
         """Take no further part: keep what was promised, and tell the peers, unless they know.
 
@@ -157,6 +155,7 @@ class WindowPipeline(Generic[BatchT]):
             agreement.num_slots,
             read_bytes,
             span=span,
+            last=_is_last(agreed),
             clock=clock,
             measured=measured,
         )
@@ -257,13 +256,14 @@ class PreparedWindow(Generic[BatchT]):
         read_bytes: int,
         *,
         span: WindowSpan,
+        last: bool,
         clock: PhaseClock,
         measured: Measured | None,
     ) -> None:
         self._pipeline = pipeline
         self._transfer = transfer
         self._num_slots = num_slots
-        self._span, self._clock, self._measured = span, clock, measured
+        self._span, self._last, self._clock, self._measured = span, last, clock, measured
         self._launches = threading.Lock()  # taken by the one launch that there is
         sent, received = sum(transfer.moves.send_splits), sum(transfer.moves.recv_splits)
         self._nbytes = read_bytes + sent + received
@@ -292,4 +292,4 @@ class PreparedWindow(Generic[BatchT]):
         if not balancer.keeps_views:
             self._transfer.release()
         residency.add(-self._nbytes)
-        return BalancedWindow(batches, self._span, self._measured)
+        return BalancedWindow(batches, self._span, self._last, self._measured)
