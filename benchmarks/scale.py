@@ -89,11 +89,11 @@ def share(received: list[memoryview]) -> tuple[Share, Moves]:
     def tick() -> None:
         ticks.append(time.thread_time())
 
-    decoded = [SchemaTable().decode(message, rank) for rank, message in enumerate(received)]
-    check_same_schema([schemas for _, schemas in decoded])
+    reports = tuple(SchemaTable().decode(message, rank) for rank, message in enumerate(received))
+    check_same_schema([report.schemas for report in reports])
     tick()
     agreement = Agreement(
-        reports=tuple(report for report, _ in decoded),
+        reports=reports,
         offer=Offer(samples=[], slot_counts=[], costs=[]),
         samples=[],
         layouts=[],

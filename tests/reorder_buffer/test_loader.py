@@ -58,6 +58,14 @@ def test_without_process_groups_it_serves_all_in_every_pass() -> None:
     batches.close()  # again
 
 
+def test_a_second_pass_over_an_iterator_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with balance_loader(iter(numbered_batches(4)), TextCost()) as batches:
+        assert len([*batches]) == 4
+        assert not caplog.records
+        assert [*batches] == []
+        assert "the data is a list_iterator, an iterator, which gives one pass" in caplog.text
+
+
 def test_a_new_pass_ends_the_one_before() -> None:
     batches = balance_loader(PlainLoader(numbered_batches(50)), TextCost())
     first = iter(batches)

@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, runtime_checkable
@@ -136,6 +136,12 @@ class BalancedLoader(Generic[BatchT]):
         if not self._finalizer.alive:
             raise RuntimeError("this balanced loader was closed; make a new one")
         if self._pass.begun:
+            if isinstance(self._loader, Iterator):
+                logger.warning(
+                    "the data is a %s, an iterator, which gives one pass; pass balance_loader what "
+                    "makes iterators, such as a DataLoader",
+                    type(self._loader).__name__,
+                )
             self._pass.renew(self._make_buffer)
             self._length = self._common_length()  # it may depend on the epoch
         self._pass.begun = True

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.balance import Strategy
-from evenstep.exchange import SampleExchange
+from evenstep.exchange import Patience, SampleExchange
 from evenstep.reorder_buffer.balancer import WindowBalancer
 from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
@@ -34,6 +34,7 @@ def exchange_window(
     probe: bool = False,
     layout: Layout[BatchT] = MIMO_LAYOUT,  # type: ignore[assignment]  # then BatchT is a dict
     strategy: str | Strategy = "lpt",
+    timeout_s: float = 600.0,
 ) -> list[BatchT]:
     """Cost-balance a window of W micro-batches across a module DP group in one exchange.
 
@@ -54,6 +55,7 @@ def exchange_window(
         probe: When True, log the per-slot cost spread on `dp_rank == 0`.
         layout: The form of the micro-batches.
         strategy: Name or object of the balancing strategy.
+        timeout_s: How long to wait for a peer, in seconds.
 
     Returns:
         W rebalanced micro-batches for this rank, slot s at index s.
@@ -77,6 +79,7 @@ def exchange_window(
         control_group=dp_group_gloo,
         payload_group=dp_group_nccl,
         same_schema=False,  # the layout knows which fields a sample may lack
+        patience=Patience(timeout_s=timeout_s),
         stream=nccl_stream,
     )
 
