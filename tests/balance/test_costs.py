@@ -107,6 +107,8 @@ def test_table_draws_straight_lines() -> None:
 
 
 def test_table_with_one_point_knows_one_length() -> None:
+    with pytest.raises(ValueError, match=r"points\[1\] is 10+; it must be finite"):
+        TableCost({1: 10**400})
     table = TableCost({0: 2})
     assert table(0) == 2.0
     with pytest.raises(ValueError, match=r"length is 1; it must lie within the table, 0 \.\. 0"):
@@ -161,3 +163,10 @@ def test_a_model_that_refuses_names_the_sample() -> None:
 def test_other_errors_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
         evaluate_costs(lambda length: 1 / length, [1, 0])
+
+
+def test_lengths_without_an_order_and_costs_too_large_are_refused() -> None:
+    with pytest.raises(ValueError, match="lengths is a set; it must hold one entry per sample"):
+        evaluate_costs(float, {3, 1})
+    with pytest.raises(ValueError, match=r"sample 1: .*too large"):
+        evaluate_costs(lambda length: 10**length, [3, 400])

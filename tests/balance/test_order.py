@@ -2,6 +2,7 @@
 
 import math
 import random
+import warnings
 from fractions import Fraction
 from typing import Any
 
@@ -92,6 +93,28 @@ def test_integers_are_exact_up_to_2_to_the_53() -> None:
 def test_bad_costs_are_named(bad: float) -> None:
     with pytest.raises(ValueError, match=r"costs\[2\] is .*; a cost must be a finite real number"):
         balanced_index_order([1.0, 2.0, bad, 3.0], 2)
+
+
+def test_a_fraction_beyond_float64_is_named() -> None:
+    huge: Any = Fraction(10**400, 3)
+    with pytest.raises(ValueError, match=r"costs\[0\] is Fraction\(10+, 3\); a cost must be"):
+        balanced_index_order([huge, 2], 2)
+
+
+@pytest.mark.parametrize("costs", [{3.0, 1.0}, frozenset([3.0, 1.0]), {0: 3.0, 1: 1.0}, None, 3.0])
+def test_what_has_no_order_is_refused(costs: Any) -> None:
+    kind = type(costs).__name__
+    with pytest.raises(ValueError, match=f"costs is a {kind}; .* in the samples' order, pass a li"):
+        balanced_index_order(costs, 2)
+
+
+def test_a_cost_may_carry_a_gradient() -> None:
+    torch = pytest.importorskip("torch")
+    costs = torch.tensor([1.0, 3.0], requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert balanced_index_order([*costs], 2) == [1, 0]
+        assert balanced_index_order(costs, 2) == [1, 0]
 
 
 def test_a_total_beyond_float64_is_refused() -> None:

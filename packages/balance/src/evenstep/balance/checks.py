@@ -5,7 +5,8 @@ from the very same numbers.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from operator import index
 from typing import cast
@@ -22,13 +23,14 @@ def checked_costs(costs: Iterable[float], name: str = "costs") -> list[float]:
     scalar, a tensor of one element) is taken at its float64 value.
 
     Args:
-        costs: One number per sample.
+        costs: One number per sample, in the samples' order.
         name: The parameter's name, for the message.
 
     Raises:
-        ValueError: A cost is no number, NaN, infinite, negative or an integer beyond 2**53, or
-            the costs add up beyond float64.
+        ValueError: `costs` is a set, a mapping or nothing to iterate over; a cost is no number,
+            NaN, infinite, negative or an integer beyond 2**53; or the costs add up beyond float64.
     """
+    check_ordered(costs, name)
     given = list(costs)
     if not set(map(type, given)) <= {float, int}:
         given = [_real(cost, f"{name}[{i}]") for i, cost in enumerate(given)]
@@ -46,6 +48,19 @@ def checked_costs(costs: Iterable[float], name: str = "costs") -> list[float]:
                 f"{name} add up to more than float64 can hold (1.8e308); scale them down"
             )
     return values
+
+
+def check_ordered(values: object, name: str) -> None:
+    """Refuse what has no order of its own: a plan must not depend on hashing.
+
+    Raises:
+        ValueError: `values` is a set, a mapping or nothing to iterate over.
+    """
+    if isinstance(values, (AbstractSet, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(
+            f"{name} is a {type(values).__name__}; it must hold one entry per sample in the "
+            "samples' order, pass a list"
+        )
 
 
 def checked_count(value: int, name: str, minimum: int = 1) -> int:
@@ -98,8 +113,10 @@ def checked_window(costs_per_slot: Sequence[Sequence[float]]) -> list[list[float
     """Return the checked costs of every slot; all slots hold equally many samples.
 
     Raises:
-        ValueError: A cost is bad (see `checked_costs`), or slots differ in their sample count.
+        ValueError: The slots have no order, a cost is bad (see `checked_costs`), or slots differ
+            in their sample count.
     """
+    check_ordered(costs_per_slot, "costs_per_slot")
     slots = [checked_costs(c, f"costs_per_slot[{s}]") for s, c in enumerate(costs_per_slot)]
     for s, costs in enumerate(slots):
         if len(costs) != len(slots[0]):
@@ -114,10 +131,13 @@ def _real(cost: object, name: str) -> float | int:
     """Return `cost` as a float or int; strings, complex numbers and the like are refused."""
     if isinstance(cost, (int, float)):
         return cost
+    if callable(detach := getattr(cost, "detach", None)):
+        cost = detach()  # torch warns where a gradient would be lost
     for method in ("__index__", "__float__"):
         if hasattr(cost, method):
             # A tensor has both, and complains in its own ways when it is no integer or no scalar.
-            with suppress(TypeError, ValueError, RuntimeError):
+            # What is too large for a float overflows.
+            with suppress(TypeError, ValueError, RuntimeError, OverflowError):
                 return cast("float", getattr(cost, method)())
     raise ValueError(f"{name} is {cost!r}; a cost must be a finite real number >= 0")
 

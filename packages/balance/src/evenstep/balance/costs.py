@@ -12,11 +12,12 @@ ranks must compute the same cost.
 """
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
-from evenstep.balance.checks import checked_count
+from evenstep.balance.checks import check_ordered, checked_count
 from evenstep.balance.packing_load import SequenceLoad, layer_operations
 
 CostModel: TypeAlias = Callable[[int], float]
@@ -24,6 +25,9 @@ CostModel: TypeAlias = Callable[[int], float]
 
 # A backward pass computes two products (for the input and for the weight) per product forward.
 FORWARD_AND_BACKWARD = 3
+
+LARGEST_FLOAT = sys.float_info.max
+"""What is larger, an integer or a fraction, is not finite as a float."""
 
 
 def transformer_cost(
@@ -138,7 +142,7 @@ class TableCost:
         for length, cost in points.items():
             if length != 0:
                 checked_count(length, "a length in points")
-            if not 0 <= cost < math.inf:
+            if not 0 <= cost <= LARGEST_FLOAT:
                 raise ValueError(f"points[{length}] is {cost!r}; it must be finite and >= 0")
         self._lengths = sorted(points)
         self._costs = [float(points[length]) for length in self._lengths]
@@ -174,14 +178,16 @@ def evaluate_costs(model: CostModel, lengths: Iterable[int]) -> list[float]:
         lengths: Tokens or patches of each sample.
 
     Raises:
-        ValueError: The model refused a length, or returned something that is no cost; the message
-            gives the sample's index. Errors of other types pass through unchanged.
+        ValueError: The model refused a length, or returned something that is no cost or too large
+            for a float; the message gives the sample's index. Or `lengths` has no order. Errors of
+            other types pass through unchanged.
     """
+    check_ordered(lengths, "lengths")
     costs: list[float] = []
     for index, length in enumerate(lengths):
         try:
             cost = float(model(length))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:
             raise ValueError(f"sample {index}: {error}") from error
         if not 0 <= cost < math.inf:
             raise ValueError(

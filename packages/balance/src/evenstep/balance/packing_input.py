@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Rational
 
-from evenstep.balance.checks import checked_count
+from evenstep.balance.checks import check_ordered, checked_count
 
 
 def checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     """Return the lengths as ints.
 
     Raises:
-        ValueError: If there are none, or one is not an integer >= 1.
+        ValueError: If there are none, they have no order, or one is not an integer >= 1.
     """
+    check_ordered(lengths, "lengths")
     if not len(lengths):
         raise ValueError("lengths is empty; packing needs at least one sequence")
     return tuple(checked_count(length, f"lengths[{i}]") for i, length in enumerate(lengths))

@@ -10,7 +10,7 @@ from math import fsum
 from typing import NamedTuple
 
 from evenstep.balance.bounds import max_load_bound
-from evenstep.balance.checks import checked_costs, checked_groups
+from evenstep.balance.checks import check_ordered, checked_costs, checked_groups
 from evenstep.balance.plan import check_groups, relative_gap
 from evenstep.balance.refine import refined_groups
 from evenstep.balance.strategy import TOLERANCE
@@ -65,6 +65,7 @@ def plan_phases(costs_per_phase: Sequence[Sequence[float]], n_groups: int) -> Ph
         ValueError: There is no phase, phases differ in their number of samples, a cost is bad, or
             `n_groups` does not divide.
     """
+    check_ordered(costs_per_phase, "costs_per_phase")
     phases = [checked_costs(c, f"costs_per_phase[{p}]") for p, c in enumerate(costs_per_phase)]
     if not phases:
         raise ValueError("costs_per_phase is empty; give the costs of at least one phase")
