@@ -122,6 +122,10 @@ def test_unsupported_tensors_are_refused() -> None:
         serialize_sample({"x": torch.eye(2).to_sparse()}, ["x"])
     with pytest.raises(ValueError, match="field 's' is a str, not a tensor or None"):
         serialize_sample({"s": "text"}, ["s"])
+    meta_device: FlatSample = {"a": torch.zeros(2), "x": torch.zeros(2, device="meta")}
+    for keys in (["x"], ["a", "x"], ["x", "a"]):
+        with pytest.raises(ValueError, match="field 'x' is on the meta device and has no data"):
+            serialize_sample(meta_device, keys)
     with pytest.raises(ValueError, match=r"keys \['y'\] are not in the sample"):
         serialize_sample({"x": torch.zeros(2)}, ["x", "y"])
 
@@ -135,7 +139,10 @@ def test_a_short_buffer_and_broken_metadata_are_refused() -> None:
     with pytest.raises(DecodeError, match="ends before the 16 bytes at byte 8"):
         deserialize_sample(buffer, 8, meta, ["x"])
     broken: list[tuple[Any, str]] = [
-        ({}, "metadata of key 'x' is Ellipsis; it must be a dict of shape and dtype"),
+        ({}, r"key 'x' is not in the metadata, which has \[\]; take keys from sample_keys"),
+        (None, "meta is a NoneType; it must be a dict of key and entry, from tensor_metadata"),
+        ([("x", None)], "meta is a list; it must be a dict"),
+        ({"x": 3}, "metadata of key 'x' is 3; it must be a dict of shape and dtype"),
         ({"x": {"non_tensor": 3}}, "it must be a dict of shape and dtype"),
         ({"x": {"shape": (2,), "dtype": "float33"}}, "dtype 'float33' is not supported"),
         ({"x": {"shape": (2,), "dtype": "complex128"}}, "dtype 'complex128' is not supported"),
@@ -147,3 +154,7 @@ def test_a_short_buffer_and_broken_metadata_are_refused() -> None:
             sample_byte_size(bad, ["x"])
         with pytest.raises(ValueError, match=message):
             deserialize_sample(buffer, 0, bad, ["x"])
+    with pytest.raises(ValueError, match="meta is a NoneType; it must be a dict"):
+        sample_keys(None)  # type: ignore[arg-type]  # the mistake under test
+    with pytest.raises(ValueError, match="metadata of key 'y' is 3; it must be a dict"):
+        deserialize_sample(buffer, 0, {**meta, "y": 3}, ["x"])  # type: ignore[dict-item]  # likewise

@@ -267,7 +267,14 @@ def test_a_buffer_that_does_not_fit_is_refused() -> None:
 
 def test_tensors_on_two_devices_are_refused() -> None:
     flat: TensorSample = {"a": torch.zeros(2), "b": torch.zeros(2, device="meta")}
-    with pytest.raises(ValueError, match="field 'b' is on meta, the buffer is on cpu; move"):
+    with pytest.raises(ValueError, match="field 'b' is on the meta device and has no data"):
+        pack_samples([flat])
+
+
+def test_tensors_without_data_have_a_layout_and_no_bytes() -> None:
+    flat: TensorSample = {"b": torch.zeros(2, device="meta")}
+    assert sample_layout(flat) is sample_layout({"b": torch.zeros(2)})
+    with pytest.raises(ValueError, match="field 'b' is on the meta device and has no data"):
         pack_samples([flat])
 
 

@@ -29,8 +29,8 @@ def sample_layout(flat: Mapping[str, Tensor | None]) -> SampleLayout:
     The layouts seen last are kept, so a schema that repeats costs a look-up.
 
     Args:
-        flat: Flat key -> tensor of any device, or ``None``. Plain values must be folded first
-            (:func:`fold_values`).
+        flat: Flat key -> tensor of any device, also "meta", or ``None``. Plain values must be
+            folded first (:func:`fold_values`).
 
     Raises:
         ValueError: If a value is anything else, a tensor of an unsupported kind or dtype, or if a
@@ -91,6 +91,14 @@ def refusal(key: str, value: object) -> str:
     if value.dtype in DTYPE_CODES:
         return f"field {key!r} has {value.dim()} dimensions; at most {MAX_NDIM} are supported"
     return dtype_refusal(key, value.dtype)
+
+
+def meta_refusal(key: str) -> str:
+    """Return why a tensor without data cannot be copied, naming the key and a remedy."""
+    return (
+        f"field {key!r} is on the meta device and has no data; it has a layout and metadata, but "
+        "bytes only where it is materialized"
+    )
 
 
 def dtype_refusal(key: str, dtype: torch.dtype) -> str:

@@ -60,8 +60,14 @@ def sample_keys(meta: SampleMeta) -> list[str]:
     """Return the sorted keys of the tensors in a sample's metadata.
 
     Sender and receiver see the same metadata, so they derive the same order.
+
+    Raises:
+        ValueError: If the metadata is not a dict.
     """
-    return sorted(key for key, entry in meta.items() if entry is not None and "dtype" in entry)
+    _check_meta(meta)
+    return sorted(
+        key for key, entry in meta.items() if isinstance(entry, Mapping) and "dtype" in entry
+    )
 
 
 def serialize_sample(flat: Mapping[str, Leaf], keys: Sequence[str]) -> Tensor:
@@ -75,7 +81,7 @@ def serialize_sample(flat: Mapping[str, Leaf], keys: Sequence[str]) -> Tensor:
         1-D ``uint8`` on the tensors' device; each field padded with zeros to ``ALIGNMENT``.
 
     Raises:
-        ValueError: If a key is missing, or its value is not a supported tensor.
+        ValueError: If a key is missing, its value is not a supported tensor, or has no data.
     """
     missing = [key for key in keys if key not in flat]
     if missing:
@@ -127,6 +133,8 @@ def deserialize_sample(
     for key, entry in meta.items():
         if entry is None:
             flat[key] = None
+        elif not isinstance(entry, Mapping):
+            raise ValueError(_entry_rule(key, entry))
         elif "non_tensor" in entry:
             flat[key] = cast("ValueMeta", entry)["non_tensor"]
         elif key in tensors:
@@ -136,17 +144,35 @@ def deserialize_sample(
 
 def _place(meta: SampleMeta, keys: Sequence[str]) -> tuple[tuple[PlacedField, ...], int]:
     """Lay the fields out in the order of ``keys``; keys whose entry is ``None`` have no bytes."""
+    _check_meta(meta)
     entries = []
     for key in keys:
-        entry = meta.get(key, ...)
+        if key not in meta:
+            raise ValueError(
+                f"key {key!r} is not in the metadata, which has {list(meta)}; take keys from "
+                "sample_keys(meta)"
+            )
+        entry = meta[key]
         if entry is None:
             continue
         try:
             fields = cast("TensorMeta", entry)
             entries.append((key, dtype_of_name(fields["dtype"]), tuple(fields["shape"])))
         except (TypeError, KeyError):
-            raise ValueError(
-                f"metadata of key {key!r} is {entry!r}; it must be a dict of shape and dtype, "
-                "from tensor_metadata(flat)"
-            ) from None
+            raise ValueError(_entry_rule(key, entry)) from None
     return place_fields(entries)
+
+
+def _check_meta(meta: object) -> None:
+    if not isinstance(meta, Mapping):
+        raise ValueError(
+            f"meta is a {type(meta).__name__}; it must be a dict of key and entry, from "
+            "tensor_metadata(flat)"
+        )
+
+
+def _entry_rule(key: str, entry: object) -> str:
+    return (
+        f"metadata of key {key!r} is {entry!r}; it must be a dict of shape and dtype, from "
+        "tensor_metadata(flat)"
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT, DTYPES
-from evenstep.serialize.layout import sample_layout
+from evenstep.serialize.layout import meta_refusal, sample_layout
 from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
 
@@ -56,7 +56,7 @@ def pack_samples(
 
     Raises:
         ValueError: If a sample has no layout or not the one given, tensors lie on different
-            devices, or ``out`` does not fit.
+            devices or have no data (the meta device), or ``out`` does not fit.
     """
     if layouts is None:
         layouts = [sample_layout(flat) for flat in flats]
@@ -180,6 +180,8 @@ def _copy_by_cat(out: Tensor, runs: Iterable[Run]) -> None:
     pieces = []
     for tensors, placed, _ in runs:
         for tensor, field in zip(tensors, placed, strict=True):
+            if tensor.is_meta:
+                raise ValueError(meta_refusal(field.key))
             if tensor.device != out.device:
                 raise ValueError(_device_rule(field.key, tensor, out))
             # Views cost no launch; only a tensor that is not contiguous is copied here.
@@ -195,6 +197,8 @@ def resolved(tensor: Tensor) -> Tensor:
 
 
 def _device_rule(key: str, tensor: Tensor, out: Tensor) -> str:
+    if tensor.is_meta:
+        return meta_refusal(key)
     return (
         f"field {key!r} is on {tensor.device}, the buffer is on {out.device}; "
         "move the whole batch to one device first"
