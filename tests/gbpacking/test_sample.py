@@ -1,5 +1,7 @@
 """The sample contract."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,8 @@ from evenstep.gbpacking import (
     identity_collate,
     padding_multiple,
 )
+
+INF, NAN = math.inf, math.nan
 
 
 def test_a_sample_has_the_fields_dtypes_and_padding_of_the_contract() -> None:
@@ -38,6 +42,17 @@ def test_a_sample_that_fits_is_not_padded() -> None:
     assert sample["original_seq_len"].item() == sample["padded_seq_len"].item() == 2
 
 
+def test_weights_are_exact_and_may_be_a_mask() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        sample = build_unpacked_sample([1, 2], [2, 3], loss_mask=[0.1, 1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(sample["loss_mask"], torch.tensor([0.1, 1]))
+    masked = build_unpacked_sample([1, 2], [2, 3], loss_mask=torch.tensor([True, False]))
+    assert masked["loss_mask"].tolist() == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -46,6 +61,19 @@ def test_a_sample_that_fits_is_not_padded() -> None:
         ({"tokens": [1], "labels": [1], "loss_mask": [1, 1]}, "loss_mask has 2 elements"),
         ({"tokens": [1], "labels": [1], "position_ids": []}, "position_ids has 0 elements"),
         ({"tokens": [[1]], "labels": [1]}, r"tokens has shape \[1, 1\]"),
+        ({"tokens": [1.7, 2.2], "labels": [1, 2]}, r"tokens holds 1.7\d*, of torch.float32; ids"),
+        ({"tokens": torch.tensor([1.0]), "labels": [1]}, "tokens holds 1.0, of torch.float32"),
+        ({"tokens": [1], "labels": [True]}, "labels holds True, of torch.bool"),
+        ({"tokens": [1], "labels": [1], "position_ids": [1j]}, "position_ids holds 1j, of torch.c"),
+        ({"tokens": ["a"], "labels": [1]}, "tokens is no row of numbers: too many dimensions"),
+        ({"tokens": None, "labels": [1]}, "tokens is no row of numbers"),
+        ({"tokens": [2**63], "labels": [1]}, "tokens is no row of numbers: Overflow"),
+        ({"tokens": torch.ones(1, device="meta"), "labels": [1]}, "tokens is on the meta device"),
+        ({"tokens": [1, 2], "labels": [1, 2], "loss_mask": [1, NAN]}, r"loss_mask\[1\] is nan"),
+        ({"tokens": [1], "labels": [1], "loss_mask": [-INF]}, r"loss_mask\[0\] is -inf"),
+        ({"tokens": [1], "labels": [1], "loss_mask": [1e300]}, "is inf in float32; a weight must"),
+        ({"tokens": [1], "labels": [1], "loss_mask": [1j]}, "loss_mask holds 1j, of torch.compl"),
+        ({"tokens": [1], "labels": [1], "pad_token_id": None}, "pad_token_id is None; it must be"),
         ({"tokens": [1], "labels": [1], "multiple": 0}, "multiple is 0; it must be an integer"),
         ({"tokens": [1], "labels": [1], "multiple": True}, "multiple is True"),
     ],

@@ -25,6 +25,12 @@ Sample: TypeAlias = dict[str, torch.Tensor]
 TOKEN_KEYS: Final = ("tokens", "labels", "loss_mask", "position_ids")
 """Fields with one element per token, in the order that a step returns them."""
 
+INTEGER_DTYPES: Final = frozenset(
+    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.uint16, torch.uint32, torch.uint64}
+)
+"""The dtypes of integers: neither bool, nor what is rounded."""
+
 REQUIRED_KEYS: Final = (*TOKEN_KEYS, "original_seq_len", "padded_seq_len")
 """Every field of an unpacked sample."""
 
@@ -81,22 +87,25 @@ def build_unpacked_sample(
         pad_token_id: What pads `tokens` and `labels`.
 
     Raises:
-        ValueError: If the lengths differ or are 0, or `multiple` is not a positive integer.
+        ValueError: If the lengths differ or are 0, an id or a position is not an integer, a weight
+            is not a finite number, or `multiple` is not a positive integer.
     """
     _require_positive("multiple", multiple)
-    token_row = _row("tokens", tokens, torch.int64)
+    if type(pad_token_id) is not int:
+        raise ValueError(f"pad_token_id is {pad_token_id!r}; it must be an integer")
+    token_row = _id_row("tokens", tokens)
     length = len(token_row)
     if length == 0:
         raise ValueError("tokens is empty; a sample has at least one token, drop this one")
     padded = -(-length // multiple) * multiple
     index = torch.arange(padded, dtype=torch.int64)
     rows = {
-        "labels": _row("labels", labels, torch.int64),
-        "loss_mask": _row(
-            "loss_mask", torch.ones(length) if loss_mask is None else loss_mask, torch.float32
+        "labels": _id_row("labels", labels),
+        "loss_mask": _weight_row(
+            "loss_mask", torch.ones(length) if loss_mask is None else loss_mask
         ),
-        "position_ids": _row(
-            "position_ids", index[:length] if position_ids is None else position_ids, torch.int64
+        "position_ids": _id_row(
+            "position_ids", index[:length] if position_ids is None else position_ids
         ),
     }
     for name, row in rows.items():
@@ -145,12 +154,40 @@ def tensors_of(sample: FlatSample) -> Sample:
     return {key: value for key, value in sample.items() if isinstance(value, torch.Tensor)}
 
 
-def _row(
-    name: str, values: Sequence[int] | Sequence[float] | torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    row = torch.as_tensor(values, dtype=dtype)
+def _id_row(name: str, values: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    row = _row(name, values)
+    if len(row) and row.dtype not in INTEGER_DTYPES:  # an empty list is of no type
+        raise ValueError(
+            f"{name} holds {row[0].item()!r}, of {row.dtype}; ids and positions are integers, and "
+            "nothing is rounded: convert them where they are made"
+        )
+    return row.to(torch.int64)
+
+
+def _weight_row(name: str, values: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    row = _row(name, values)
+    if row.is_complex():
+        raise ValueError(f"{name} holds {row[0].item()!r}, of {row.dtype}; weights are real")
+    # Python's floats afresh: the default dtype, which they had become, may be narrower.
+    row = torch.as_tensor(row if isinstance(values, torch.Tensor) else values, dtype=torch.float32)
+    if not torch.isfinite(row).all():
+        wrong = int((~torch.isfinite(row)).nonzero()[0])
+        raise ValueError(
+            f"{name}[{wrong}] is {row[wrong].item()} in float32; a weight must be a finite number, "
+            "0 where a label does not count"
+        )
+    return row
+
+
+def _row(name: str, values: Sequence[float] | torch.Tensor) -> torch.Tensor:
+    try:
+        row = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{name} is no row of numbers: {error}") from error
     if row.dim() != 1:
         raise ValueError(f"{name} has shape {list(row.shape)}; a sample's fields are one row, [n]")
+    if row.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no data")
     return row
 
 
