@@ -163,6 +163,11 @@ def test_settings_are_read_from_a_model_config() -> None:
         config, micro_batch_size=1, max_sequence_length=4096, average_in_collective=False
     )
     assert settings == GOOD
+    config.virtual_pipeline_model_parallel_size = True  # no number of chunks
+    settings = PackingSettings.from_model_config(
+        config, micro_batch_size=1, max_sequence_length=4096, average_in_collective=False
+    )
+    assert settings.virtual_pipeline_size is None
 
 
 def test_settings_are_read_from_megatrons_own_config() -> None:

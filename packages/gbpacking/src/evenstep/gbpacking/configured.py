@@ -64,11 +64,22 @@ def capacity_of(model_config: object) -> int:
 
 
 def microbatch_multiple(model_config: object, groups: ModelGroups) -> int:
-    """Return what the number of micro-batches must be a multiple of for the pipeline schedule."""
+    """Return what the number of micro-batches must be a multiple of for the pipeline schedule.
+
+    Raises:
+        ValueError: If the configuration has a group size that is none.
+    """
     if virtual_pipeline_size(model_config) is None:
         return 1
-    group_size: int | None = getattr(model_config, "microbatch_group_size_per_vp_stage", None)
-    return group_size or groups.pp.size()
+    group_size = getattr(model_config, "microbatch_group_size_per_vp_stage", None)
+    if group_size is None:
+        return groups.pp.size()
+    if type(group_size) is not int or group_size < 1:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage is {group_size!r} on the model's configuration; "
+            "it must be a positive integer, or None for the pipeline size"
+        )
+    return group_size
 
 
 def load_of(model_config: object) -> SequenceLoad:
@@ -87,6 +98,9 @@ def load_of(model_config: object) -> SequenceLoad:
 
 
 def virtual_pipeline_size(model_config: object) -> int | None:
-    """Return the model chunks per pipeline stage, None without interleaving."""
+    """Return the model chunks per pipeline stage, None without interleaving.
+
+    Only an integer counts: a stand-in that answers every attribute has no chunks.
+    """
     size = getattr(model_config, "virtual_pipeline_model_parallel_size", None)
-    return size if isinstance(size, int) else None
+    return size if type(size) is int and size > 0 else None

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 
 from evenstep.gbpacking.errors import IteratorEndedError, SampleError
-from evenstep.gbpacking.sample import REQUIRED_KEYS, TOKEN_KEYS, Sample
+from evenstep.gbpacking.sample import INTEGER_DTYPES, REQUIRED_KEYS, TOKEN_KEYS, Sample
 
 LoaderItem: TypeAlias = Sample | list[Sample] | tuple[Sample, ...]
 """What a loader yields for a micro-batch: a sample, or a list of samples (`identity_collate`)."""
@@ -98,13 +98,23 @@ def _checked_lengths(sample: Sample, where: str) -> tuple[int, int]:
 
 
 def _length(sample: Sample, key: str, where: str) -> int:
-    value = sample[key]
-    if value.numel() != 1 or value.is_floating_point():
+    value = _tensor(sample[key], key, where)
+    if value.dtype not in INTEGER_DTYPES or value.shape not in {(1,), ()} or value.is_meta:
         raise SampleError(f"{where} has {key} {value!r}; it must be an integer tensor [1]")
     return int(value)
 
 
-def _check_row(row: torch.Tensor, key: str, padded: int, where: str) -> None:
+def _tensor(value: object, key: str, where: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise SampleError(
+            f"{where} has {key} of type {type(value).__name__}; it must be a tensor, build samples "
+            "with build_unpacked_sample"
+        )
+    return value
+
+
+def _check_row(value: object, key: str, padded: int, where: str) -> None:
+    row = _tensor(value, key, where)
     if row.dim() != 1:
         raise SampleError(
             f"{where} has {key} of shape {list(row.shape)}; it must be one row, pass "

@@ -96,7 +96,7 @@ class PackingSettings:
 
         def whole(name: str) -> int | None:
             value = read(name, None)
-            return value if isinstance(value, int) else None
+            return value if type(value) is int else None
 
         legacy_graphs = read("enable_cuda_graph", False) is True
         return cls(

@@ -1,5 +1,6 @@
 """Where a rank stands in the model, and which fields it needs there."""
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 from torch.distributed import ProcessGroup
@@ -56,12 +57,13 @@ def mtp_reads_here(
     Without a custom pipeline layout they follow the last chunk; with one, whatever it places may be
     theirs, so a chunk counts if its part of the layout names them.
     """
-    if not getattr(model_config, "mtp_num_layers", None):
+    num_layers = getattr(model_config, "mtp_num_layers", None)
+    if type(num_layers) is not int or num_layers < 1:
         return False
     stage, last = groups.pp.rank(), groups.pp.size() - 1
     layout = getattr(model_config, "pipeline_model_parallel_layout", None)
     placed = getattr(layout, "layout", None)
-    if placed is None:
+    if not isinstance(placed, Sequence):
         return stage == last and vp_stage in {None, (vp_size or 1) - 1}
     chunks = placed[stage] if vp_stage is None else [placed[stage][vp_stage]]
     return any(getattr(layer, "name", None) == "mtp" for chunk in chunks for layer in chunk)
