@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ from evenstep.gbpacking import (
     Sample,
     build_unpacked_sample,
     choose_scheduler,
+    entry_points,
     get_batch_for_global_batch_packing,
     probe_global_batch_packing_support,
     register_with_megatron,
     wrap_data_iterator_for_global_batch_packing,
 )
 from evenstep.gbpacking.choice import choice_for
+from evenstep.gbpacking.configured import microbatch_multiple, virtual_pipeline_size
+from evenstep.gbpacking.stage import mtp_reads_here
 from tests.gbpacking.stand_ins import Calls, dev_module, install, main_module
 
 
@@ -156,6 +160,18 @@ def test_the_choice_is_logged_once(
         (config("evenstep_balanced", dynamic_context_parallel=True), "with dynamic_context"),
         (config("evenstep_balanced", max_seqlen_per_dp_cp_rank=None), "max_seqlen_per_dp_cp_rank"),
         (config("evenstep_balanced", hidden_size=None), "hidden_size is None"),
+        (
+            config(
+                "evenstep_balanced",
+                virtual_pipeline_model_parallel_size=2,
+                microbatch_group_size_per_vp_stage="x",
+            ),
+            "microbatch_group_size_per_vp_stage is 'x' on the model's configuration; it must be",
+        ),
+        (
+            Mock(sequence_packing_scheduler="evenstep_balanced"),
+            "max_seqlen_per_dp_cp_rank is <Mock",
+        ),
     ],
 )
 def test_configurations_that_cannot_be_packed_with_are_refused(
@@ -164,6 +180,18 @@ def test_configurations_that_cannot_be_packed_with_are_refused(
     install(monkeypatch, None)
     with pytest.raises(ValueError, match=message):
         wrap_data_iterator_for_global_batch_packing(iter([]), model_config, 1, groups())
+
+
+def test_that_no_scheduler_is_named_is_told_only_where_nobody_runs_megatrons_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Exception] = []
+    monkeypatch.setattr(entry_points, "fail_step", lambda _, error: told.append(error))
+    for module, times in ((main_module(Calls()), 0), (None, 1)):
+        install(monkeypatch, module)
+        with pytest.raises(ValueError, match="sequence_packing_scheduler is not set"):
+            wrap_data_iterator_for_global_batch_packing(iter([]), config(""), 1, groups())
+        assert len(told) == times
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True])
@@ -179,6 +207,16 @@ def test_num_microbatches_is_a_positive_integer(
             groups(),
             options=PackingOptions(device=torch.device("cpu")),
         )
+
+
+def test_a_configuration_that_answers_everything_counts_as_its_integers_say() -> None:
+    answers_all, pg = Mock(), groups()
+    assert virtual_pipeline_size(answers_all) is None
+    assert microbatch_multiple(answers_all, pg) == 1
+    assert not mtp_reads_here(answers_all, pg, vp_stage=None, vp_size=None)
+    answers_all.mtp_num_layers = 1  # its layout is none either
+    assert mtp_reads_here(answers_all, pg, vp_stage=None, vp_size=None)
+    assert virtual_pipeline_size(Mock(virtual_pipeline_model_parallel_size=True)) is None
 
 
 def samples() -> list[Sample]:

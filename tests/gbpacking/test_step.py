@@ -164,6 +164,12 @@ def without(key: str) -> Sample:
         (sample_with(original_seq_len=torch.tensor([0])), "1 <= original <= padded"),
         (sample_with(original_seq_len=torch.tensor([-1])), "1 <= original <= padded"),
         (sample_with(original_seq_len=torch.tensor([2.5])), "must be an integer tensor"),
+        (sample_with(original_seq_len=torch.tensor([True])), "1 of .* must be an integer tensor"),
+        (sample_with(original_seq_len=torch.tensor([3 + 0j])), "must be an integer tensor"),
+        (sample_with(original_seq_len=torch.tensor([[3]])), "must be an integer tensor"),
+        (sample_with(original_seq_len=3), "sample 1 .* original_seq_len of type int; it must be"),
+        (sample_with(tokens=None), "sample 1 of .* has tokens of type NoneType; it must be a"),
+        (sample_with(labels=[1, 2, 3, 4]), "has labels of type list; it must be a tensor"),
         (build_unpacked_sample([1] * 12, [1] * 12), "12 tokens, more than the capacity of 10"),
         (build_unpacked_sample([1] * 3, [1] * 3), "padded to 3 tokens.*no multiple of 2"),
         ([], "micro-batch 1 of the loader is list of nothing"),
@@ -175,6 +181,12 @@ def test_bad_samples_are_named(item: Any, message: str) -> None:
     loader = iter([[sample_with()], item])
     with pytest.raises(SampleError, match=message):
         pull_samples(loader, 2, capacity=10, multiple=2)
+
+
+@pytest.mark.parametrize("length", [torch.tensor(3), torch.tensor([3], dtype=torch.uint8)])
+def test_a_length_may_be_any_integer_tensor_of_one_element(length: torch.Tensor) -> None:
+    loader = iter([sample_with(original_seq_len=length)])
+    assert pull_samples(loader, 1, capacity=10, multiple=2).original == [3]
 
 
 def test_an_iterator_that_ends_inside_a_step_says_how_far_it_came() -> None:
@@ -211,7 +223,8 @@ def test_samples_are_not_changed_and_a_rerun_packs_alike() -> None:
 
 
 def test_without_any_iterator_the_step_says_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="no rank of this model got a data iterator"):
+    message = "data_iterator is None on data-parallel rank 0 of pipeline stage 0, which reads tok"
+    with pytest.raises(ValueError, match=message):
         scheduler(rules(capacity=10, num_ranks=1)).run(None, 1)
 
 

@@ -26,7 +26,8 @@ class DynamicCpOptions:
             doublings. One group of all ranks is always allowed.
         extra_microbatches: How many more micro-batches than the tokens need may be aimed at, as a
             share of those.
-        timeout_s: Seconds to wait for other ranks.
+        timeout_s: Seconds to wait for other ranks. It may differ between ranks; that of the first
+            step holds.
         device: Where micro-batches are put; None for where the tensor-parallel group
             communicates.
     """

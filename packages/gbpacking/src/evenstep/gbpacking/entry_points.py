@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
-from evenstep.gbpacking.choice import DYNAMIC_SCHEDULERS, choose_scheduler
+from evenstep.gbpacking.choice import DYNAMIC_SCHEDULERS, SchedulerChoice, choose_scheduler
 from evenstep.gbpacking.configured import step_scheduler, virtual_pipeline_size
 from evenstep.gbpacking.dynamic_configured import dynamic_step_scheduler, with_domain
 from evenstep.gbpacking.dynamic_groups import cp_group_of
@@ -20,11 +20,12 @@ from evenstep.gbpacking.fetch import fetch_packed
 from evenstep.gbpacking.finalize import finalize_packed_seq_params
 from evenstep.gbpacking.fixed_step import FixedStepScheduler
 from evenstep.gbpacking.links import communication_device
-from evenstep.gbpacking.megatron_api import call_with_accepted, scheduler_api
+from evenstep.gbpacking.megatron_api import call_with_accepted, has_scheduler_api, scheduler_api
 from evenstep.gbpacking.pull import LoaderItem
 from evenstep.gbpacking.sample import Sample
 from evenstep.gbpacking.stage import ModelGroups, mtp_reads_here, needed_keys
 from evenstep.gbpacking.step_plan import PackingOptions
+from evenstep.gbpacking.step_reading import fail_step
 from evenstep.gbpacking.thd import make_packed_seq_params, padding_mask
 
 if TYPE_CHECKING:
@@ -64,12 +65,18 @@ def wrap_data_iterator_for_global_batch_packing(
 
     Pulls `num_microbatches` samples per data-parallel rank, agrees on their lengths, plans packs
     over the whole global batch, moves each sample to the rank that packs it, and returns the packed
-    iterator. Every rank of the model must call it, once per step. A failure on one rank raises on
-    all of them.
+    iterator. Every rank of the model must call it, once per step.
+
+    A failure on one rank raises on all of them, in our own loop, also if it lies in the arguments
+    of that rank alone; a later step may then succeed. It is told over the groups of
+    `pg_collection`, so what cannot be told is that there are none, and, where the installed
+    Megatron-Core has a scheduler too, a configuration that names none: in whose loop the others are
+    is not known then.
 
     Args:
         data_iterator: Yields samples, or lists of samples. Read on tensor-parallel rank 0 only;
-            pipeline stages between the first and the last may pass None.
+            pipeline stages between the first and the last may pass None, on all of a stage's
+            data-parallel ranks.
         model_config: Megatron-Core's `TransformerConfig`.
         num_microbatches: Micro-batches of one sample each to pull.
         pg_collection: The model's process groups.
@@ -84,10 +91,10 @@ def wrap_data_iterator_for_global_batch_packing(
         exact up to 2**53.
 
     Raises:
-        ValueError: If the configuration cannot be packed with, or the samples do not fit.
-        ExchangeError: If a rank failed.
+        ValueError: If the arguments cannot be packed with, or the samples do not fit.
+        ExchangeError: If another rank failed.
     """
-    choice = choose_scheduler(model_config)
+    choice = _choice(model_config, pg_collection)
     local_iterator = _iterator_for_tp_rank(data_iterator, pg_collection)
     if choice.loop == "megatron-core":
         wrap, _ = scheduler_api()
@@ -99,9 +106,11 @@ def wrap_data_iterator_for_global_batch_packing(
             pg_collection=pg_collection,
         )
         return cast("PackedStepResult", wrapped)
-    if type(num_microbatches) is not int or num_microbatches < 1:
-        raise ValueError(f"num_microbatches is {num_microbatches!r}; it must be a positive integer")
-    scheduler = _own_scheduler(choice.name, model_config, pg_collection, options)
+    try:
+        scheduler = _own_scheduler(choice.name, model_config, pg_collection, options)
+    except Exception as error:
+        fail_step(pg_collection, error)
+        raise
     packed = scheduler.run(_one_iterator(local_iterator), num_microbatches)
     return (
         _rerun_iterators(packed.microbatches, virtual_pipeline_size(model_config)),
@@ -198,15 +207,26 @@ def _iterator_for_tp_rank(
     return data_iterator if pg_collection.tp.rank() == 0 else None
 
 
+def _choice(model_config: object, groups: ModelGroups) -> SchedulerChoice:
+    try:
+        return choose_scheduler(model_config)
+    except ValueError as error:
+        # In Megatron-Core's loop, rounds of ours would meet collectives of another kind.
+        if not has_scheduler_api():
+            fail_step(groups, error)
+        raise
+
+
 def _own_scheduler(
     name: str,
     model_config: object,
     groups: ModelGroups,
     options: PackingOptions | DynamicCpOptions | None,
 ) -> FixedStepScheduler | DynamicStepScheduler:
-    if name in DYNAMIC_SCHEDULERS and not isinstance(options, PackingOptions):
-        return dynamic_step_scheduler(name, model_config, groups, options)
-    if name not in DYNAMIC_SCHEDULERS and not isinstance(options, DynamicCpOptions):
+    if name in DYNAMIC_SCHEDULERS:
+        if options is None or isinstance(options, DynamicCpOptions):
+            return dynamic_step_scheduler(name, model_config, groups, options)
+    elif options is None or isinstance(options, PackingOptions):
         return step_scheduler(name, model_config, groups, options)
     raise ValueError(
         f"options is {options!r} for the scheduler {name!r}; it takes "

@@ -4,13 +4,23 @@ The exchange's metadata goes over Gloo. Where a group is NCCL, a Gloo twin of it
 use, by its members alone.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from evenstep.exchange import Patience, SampleExchange, Setting
+from evenstep.exchange import (
+    MismatchError,
+    Offer,
+    Patience,
+    PeerFailedError,
+    SampleExchange,
+    Setting,
+)
 
-_exchanges: dict[tuple[ProcessGroup, tuple[tuple[str, Setting], ...]], SampleExchange] = {}
+_exchanges: dict[tuple[ProcessGroup, str], SampleExchange] = {}  # by group and settings
+_latest: dict[ProcessGroup, SampleExchange] = {}  # the one that was used last
 _twins: dict[ProcessGroup, ProcessGroup] = {}
 
 
@@ -30,34 +40,70 @@ def ranks_of(group: ProcessGroup) -> list[int] | None:
 
 
 def exchange_over(
-    group: ProcessGroup, settings: dict[str, Setting], *, timeout_s: float
+    group: ProcessGroup, settings: Mapping[str, Setting], patience: Patience
 ) -> SampleExchange:
     """Return the group's exchange, made at first use; then every rank of the group must call.
 
     Args:
         group: Whose ranks exchange.
         settings: What they must have set alike.
-        timeout_s: Seconds to wait for peers.
+        patience: How long to wait for peers. It may differ between ranks, and is that of the
+            exchange's first use from then on.
 
     Raises:
-        MismatchError: On every rank, if settings differ.
+        MismatchError: On every rank, if settings differ at first use.
+        ProtocolError: On every rank, if only some ranks come with settings that are new.
+        PeerFailedError: If a rank failed.
     """
     _forget_destroyed()
-    key = (group, (*sorted(settings.items()), ("timeout_s", timeout_s)))
-    exchange = _exchanges.get(key)
-    if exchange is None:
-        alone = group.size() == 1
-        exchange = SampleExchange(
-            rank=group.rank(),
-            world_size=group.size(),
-            control_group=None if alone else _control_group(group),
-            payload_group=None if alone else group,
-            settings=settings,
-            patience=Patience(timeout_s=timeout_s),
-        )
-        exchange.compare_settings()
-        _exchanges[key] = exchange
-    return exchange
+    # Their text, as it is what the ranks compare: a setting of a wrong type may have no hash.
+    key = (group, repr(sorted(settings.items())))
+    if key not in _exchanges:
+        _exchanges[key] = _new_exchange(group, settings, patience)
+        try:
+            _exchanges[key].compare_settings()
+        except (MismatchError, PeerFailedError):
+            del _exchanges[key]  # on all ranks, so that they may try again
+            raise
+    _latest[group] = _exchanges[key]
+    return _exchanges[key]
+
+
+def tell_failure(group: ProcessGroup, failure: Exception) -> None:
+    """Fail this rank's next round over a group, so that no peer waits for it in vain.
+
+    That can be done without knowing the settings, because a report of failure is read before the
+    settings are compared. Where an exchange is kept, its rounds are counted, so it must be the one
+    that the peers use: the latest.
+
+    Args:
+        group: Whose ranks to tell; they must all call, this or a round.
+        failure: What they are told.
+
+    Raises:
+        Exception: `failure`; or what keeps the peers from hearing of it.
+    """
+
+    def offer() -> Offer:
+        raise failure
+
+    _forget_destroyed()
+    exchange = _latest.get(group) or _new_exchange(group, {}, Patience())
+    exchange.agree(offer)
+
+
+def _new_exchange(
+    group: ProcessGroup, settings: Mapping[str, Setting], patience: Patience
+) -> SampleExchange:
+    alone = group.size() == 1
+    return SampleExchange(
+        rank=group.rank(),
+        world_size=group.size(),
+        control_group=None if alone else _control_group(group),
+        payload_group=None if alone else group,
+        settings=settings,
+        patience=patience,
+    )
 
 
 def _control_group(group: ProcessGroup) -> ProcessGroup:
@@ -82,3 +128,5 @@ def _forget_destroyed() -> None:
             gone.add(group)  # its exchange speaks over the twin
     for key in [key for key in _exchanges if key[0] in gone]:
         del _exchanges[key]
+    for group in gone & _latest.keys():
+        del _latest[group]

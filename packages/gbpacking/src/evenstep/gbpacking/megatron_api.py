@@ -47,6 +47,15 @@ def scheduler_api() -> tuple[EntryPoint, EntryPoint]:
     return getattr(module, names[0]), getattr(module, names[1])
 
 
+def has_scheduler_api() -> bool:
+    """Return whether the installed Megatron-Core has a scheduler, of whatever names."""
+    try:
+        scheduler_api()
+    except ImportError:
+        return False
+    return True
+
+
 def registered_schedulers() -> tuple[str, ...]:
     """Return the names that Megatron-Core's scheduler registry answers to, sorted.
 

@@ -153,7 +153,7 @@ class StepScheduler(ABC, Generic[PlanT, GroupsT]):
         plan = self._plan(lengths)
         if self._groups.tp.rank() > 0:
             return PackedStep(None, plan, lengths)
-        if agreement is None or not self._keys:  # the borders follow from the lengths
+        if not self._keys:  # the borders follow from the lengths
             borders = [
                 {**pack_metadata(**lengths.of_pack(pack.sequences)), **pack.extra}
                 for pack in self._packs(plan)

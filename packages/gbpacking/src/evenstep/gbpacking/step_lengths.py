@@ -66,6 +66,11 @@ class StepLengths:
         asked = [len(report.slot_counts) for report in agreement.reports]
         if len(set(asked)) > 1:
             odd = next(rank for rank, count in enumerate(asked) if count != asked[0])
+            if not min(asked):
+                raise ValueError(
+                    f"data_iterator is None on data-parallel rank {asked.index(0)} alone; pass an "
+                    "iterator on every data-parallel rank of a pipeline stage, or on none"
+                )
             raise ValueError(
                 f"num_microbatches is {asked[odd]} on data-parallel rank {odd} and {asked[0]} on "
                 "rank 0; every rank must pull the same number in a step"

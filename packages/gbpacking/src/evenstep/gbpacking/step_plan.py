@@ -24,7 +24,8 @@ class PackingOptions:
         extra_microbatches: How many more micro-batches than the fewest possible may be planned, as
             a share of those, where that makes the step shorter.
         max_sequences: Most sequences of a pack; unlimited if None.
-        timeout_s: Seconds to wait for other ranks.
+        timeout_s: Seconds to wait for other ranks. It may differ between ranks; that of the first
+            step holds.
         device: Where micro-batches are put; None for where the tensor-parallel group
             communicates.
     """
