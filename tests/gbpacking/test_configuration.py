@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import ANY, MagicMock
 
 import pytest
 
@@ -140,6 +140,16 @@ def test_each_violation_names_its_setting_and_remedy(
     violations = packing_violations(replace(GOOD, **change))  # type: ignore[arg-type] # by name
     assert [violation.setting for violation in violations] == [setting]
     assert remedy in str(violations[0])
+
+
+def test_a_misspelt_scheduler_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    misspelt = replace(GOOD, scheduler="evenstep_balancd")
+    (violation,) = packing_violations(misspelt)
+    assert violation.setting == "sequence_packing_scheduler"
+    assert "choose one of dp_balanced, evenstep_balanced" in violation.remedy
+    install(monkeypatch, main_module(Calls()))
+    assert packing_violations(misspelt) == [violation._replace(rule=ANY)]
+    assert packing_violations(replace(GOOD, scheduler="dp_balanced")) == []
 
 
 def test_all_violations_are_listed_at_once() -> None:

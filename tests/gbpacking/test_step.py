@@ -195,6 +195,11 @@ def test_an_iterator_that_ends_inside_a_step_says_how_far_it_came() -> None:
     assert (error.value.pulled, error.value.wanted) == (1, 3)
 
 
+def test_a_loader_is_no_iterator() -> None:
+    with pytest.raises(SampleError, match=r"data_iterator is a list.* pass iter\(loader\)"):
+        pull_samples([sample_with()], 1, capacity=10, multiple=1)  # type: ignore[arg-type] # on purpose
+
+
 # ---- one rank ----
 
 

@@ -50,6 +50,11 @@ def pull_samples(
         IteratorEndedError: If the iterator ends before.
         SampleError: If a sample breaks the contract or exceeds the capacity, naming it.
     """
+    if not isinstance(data_iterator, Iterator):
+        raise SampleError(
+            f"data_iterator is a {type(data_iterator).__name__}, which is no iterator; pass "
+            "iter(loader), one for the whole epoch"
+        )
     pulled = PulledSamples([], [], [], [])
     for microbatch in range(num_microbatches):
         try:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from evenstep.gbpacking.choice import DYNAMIC_SCHEDULERS
+from evenstep.gbpacking.choice import DYNAMIC_SCHEDULERS, SCHEDULERS
+from evenstep.gbpacking.megatron_api import probe_global_batch_packing_support
 
 LOADER_TYPES: Final = ("single", "cyclic", "external")
 """Loaders that hand out one sample at a time. ("batch" pads a whole global batch to one length.)"""
@@ -122,7 +123,7 @@ class PackingSettings:
 
 def packing_violations(settings: PackingSettings) -> list[Violation]:
     """Return every rule that the settings break, each with its remedy; empty if none."""
-    rules = (_loss_and_loader, _capacity, _execution, _dynamic_cp)
+    rules = (_scheduler, _loss_and_loader, _capacity, _execution, _dynamic_cp)
     return [violation for rule in rules for violation in rule(settings)]
 
 
@@ -132,6 +133,20 @@ def check_packing_settings(settings: PackingSettings) -> None:
     if violations:
         lines = "\n".join(f"  - {violation}" for violation in violations)
         raise ValueError(f"global-batch packing cannot run with these settings:\n{lines}")
+
+
+def _scheduler(s: PackingSettings) -> Iterator[Violation]:
+    own = {**SCHEDULERS, **DYNAMIC_SCHEDULERS}
+    if s.scheduler is None or s.scheduler in own:
+        return
+    refusal = probe_global_batch_packing_support(s.scheduler, dynamic_cp=s.dynamic_context_parallel)
+    if refusal is not None:
+        yield Violation(
+            "sequence_packing_scheduler",
+            s.scheduler,
+            f"evenstep has no such scheduler, and Megatron-Core cannot run it: {refusal}",
+            f"choose one of {', '.join(own)}",
+        )
 
 
 def _loss_and_loader(s: PackingSettings) -> Iterator[Violation]:
