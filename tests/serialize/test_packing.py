@@ -19,7 +19,7 @@ from evenstep.serialize import (
     unpack_sample,
     unpack_samples,
 )
-from evenstep.serialize.packing import _copy_by_cat
+from evenstep.serialize.packing import _FieldsOfDevice
 from tests.serialize.samples import SUPPORTED, filled, odd_tensors, same, tensor_samples
 
 ODD = dict(odd_tensors())
@@ -91,7 +91,8 @@ def test_an_accelerator_s_path_gives_the_same_bytes(flat: TensorSample) -> None:
     layout = sample_layout(flat)
     tensors = [value for _, value in sorted(flat.items()) if value is not None]
     out = torch.full((layout.nbytes,), 7, dtype=torch.uint8)
-    _copy_by_cat(out, [(tensors, layout.placed, 0)])
+    run = (tensors, layout.placed, layout.nbytes)
+    _FieldsOfDevice([run], out.device).write(out)
     assert torch.equal(out, pack_samples([flat]))
 
 
@@ -99,8 +100,8 @@ def test_an_accelerator_s_path_gives_the_same_bytes(flat: TensorSample) -> None:
 def test_an_accelerator_s_path_takes_odd_memory(name: str) -> None:
     layout = sample_layout({"x": ODD[name]})
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    with torch.no_grad():
-        _copy_by_cat(out, [([ODD[name]], layout.placed, 0)])
+    run = ([ODD[name]], layout.placed, layout.nbytes)
+    _FieldsOfDevice([run], out.device).write(out)
     assert torch.equal(out, pack_samples([{"x": ODD[name]}]))
 
 

@@ -130,7 +130,7 @@ def _write_payload(
     if not view.nbytes:
         return 0
     payload = torch.frombuffer(view, dtype=torch.uint8)
-    write_fields(payload, [(tensors, placed, 0)])
+    write_fields(payload, (tensors, placed, payload.numel()))
     return payload_checksum(payload)
 
 

@@ -94,7 +94,7 @@ def serialize_sample(flat: Mapping[str, Leaf], keys: Sequence[str]) -> Tensor:
     fields = [cast("Tensor", tensors[field.key]) for field in placed]
     device = fields[0].device if fields else torch.device("cpu")
     out = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    write_fields(out, [(fields, placed, 0)])
+    write_fields(out, (fields, placed, out.numel()))
     return out
 
 
