@@ -82,7 +82,7 @@ def _device_of(flats: Iterable[Mapping[str, Tensor | None]]) -> torch.device:
     """Return the device of the first tensor."""
     for flat in flats:
         for value in flat.values():
-            if value is not None:
+            if isinstance(value, Tensor):  # anything else is refused with its key later
                 return value.device
     return torch.device("cpu")
 
