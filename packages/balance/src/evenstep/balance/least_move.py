@@ -176,7 +176,6 @@ class _Search:
             n_smallest: Cheapest subsets of a light group that are considered; None: all.
         """
         placement, weight = self.placement, self.placement.weight
-        homes, costs_of = placement.homes, placement.costs
         excess = placement.loads[heavy] - self.limit
         costs, leaving, samples = placement.subsets(heavy, size)
         tolerable = excess * (1 - MIN_PROGRESS)
@@ -198,18 +197,10 @@ class _Search:
                     price = patience * above - leaving[at] - taken_leaving
                     if above > tolerable or price >= lowest:
                         continue
-                    if placement.has_nodes:
-                        for i in samples[at]:
-                            price += weight(i, light)
-                        for i in taken:
-                            price += weight(i, heavy)
-                    else:  # the same without a call: this is the innermost loop
-                        for i in samples[at]:
-                            if homes[i] != light:
-                                price += costs_of[i]
-                        for i in taken:
-                            if homes[i] != heavy:
-                                price += costs_of[i]
+                    for i in samples[at]:
+                        price += weight(i, light)
+                    for i in taken:
+                        price += weight(i, heavy)
                     if price < lowest:
                         lowest, best = price, Exchange(heavy, samples[at], light, taken)
         return best
