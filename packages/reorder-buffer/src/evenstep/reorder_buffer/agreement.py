@@ -1,7 +1,7 @@
 """Whether samples of many ranks can be joined, told from their metadata before any bytes move."""
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -26,6 +26,22 @@ class _Field(NamedTuple):
 
 
 _Sizes: TypeAlias = tuple[int, ...]
+
+
+class _Owner(NamedTuple):
+    """A sample, or all samples of one schema, as it is compared with others.
+
+    Attributes:
+        name: What to call it in an error.
+        lacks: The same with its verb, for a field that is missing.
+        fields: Its fields by key.
+        show: Describes one of them, as far as it must agree.
+    """
+
+    name: str
+    lacks: str
+    fields: Mapping[str, _Field]
+    show: Callable[[_Field], str]
 
 
 def check_agreement(
@@ -55,31 +71,12 @@ def check_agreement(
         schema_id, dims = id(sample.schema), sample.dims
         distinct.setdefault((schema_id, tuple([dims[i] for i in fixed_of[schema_id]])), index)
 
-    def name(index: int) -> str:
-        return f"sample {index}" if names is None else names[index]
+    def owner(index: int) -> _Owner:
+        name = f"sample {index}" if names is None else names[index]
+        fields = _fields_of(layout, samples[index].schema)[0]
+        return _Owner(name, f"{name} lacks", fields, partial(_shown, samples[index]))
 
-    firsts: dict[str, tuple[int, _Field]] = {}
-    for index in distinct.values():
-        for key, field in _fields_of(layout, samples[index].schema)[0].items():
-            first, expected = firsts.setdefault(key, (index, field))
-            found, wanted = _shown(samples[index], field), _shown(samples[first], expected)
-            if found != wanted:
-                remedy = ""
-                if field.may_pad and (field.dtype, field.ndim) == (expected.dtype, expected.ndim):
-                    remedy = (
-                        " If the loader pads each micro-batch to its longest sample, pass "
-                        "layout=BatchLayout(fields=padded_text(pad_token_id=...))."
-                    )
-                raise ValueError(
-                    f"field {key!r}: {name(index)} has {found}, {name(first)} {wanted}.{remedy}"
-                )
-    for key, (first, field) in firsts.items():
-        for index in distinct.values():
-            if not field.may_lack and key not in _fields_of(layout, samples[index].schema)[0]:
-                raise ValueError(
-                    f"field {key!r}: {name(index)} lacks it, and {name(first)} has it; only ragged "
-                    "fields may be missing, where a sample has no rows."
-                )
+    _compare([owner(index) for index in distinct.values()])
 
 
 def check_schemas(layout: BatchLayout, schemas: Sequence[Sequence[SampleSchema]]) -> None:
@@ -93,28 +90,39 @@ def check_schemas(layout: BatchLayout, schemas: Sequence[Sequence[SampleSchema]]
     Raises:
         ValueError: If a field's dtype, number of dims or presence differs, naming it and two ranks.
     """
-    ranks: dict[int, int] = {}  # the first that has each
+    owners: dict[int, _Owner] = {}  # the first rank that has each schema, by the schema's object
     for rank, found in enumerate(schemas):
         for schema in found:
-            ranks.setdefault(id(schema), rank)
-    distinct = {id(schema): schema for found in schemas for schema in found}
-    fields_of = {key: _fields_of(layout, schema)[0] for key, schema in distinct.items()}
-    firsts: dict[str, tuple[int, _Field]] = {}
-    for schema_id, fields in fields_of.items():
-        for key, field in fields.items():
-            first, expected = firsts.setdefault(key, (schema_id, field))
-            if (field.dtype, field.ndim) != (expected.dtype, expected.ndim):
+            if id(schema) not in owners:
+                fields = _fields_of(layout, schema)[0]
+                name = f"rank {rank}"
+                owners[id(schema)] = _Owner(name, f"samples of {name} lack", fields, _kind)
+    _compare(owners.values())
+
+
+def _compare(owners: Collection[_Owner]) -> None:
+    """Raise if a field looks different in two owners, or one lacks a field that it must have."""
+    firsts: dict[str, tuple[_Owner, _Field]] = {}
+    for owner in owners:
+        for key, field in owner.fields.items():
+            first, expected = firsts.setdefault(key, (owner, field))
+            found, wanted = owner.show(field), first.show(expected)
+            if found != wanted:
+                remedy = ""
+                if field.may_pad and (field.dtype, field.ndim) == (expected.dtype, expected.ndim):
+                    remedy = (
+                        " If the loader pads each micro-batch to its longest sample, pass "
+                        "layout=BatchLayout(fields=padded_text(pad_token_id=...))."
+                    )
                 raise ValueError(
-                    f"field {key!r}: rank {ranks[schema_id]} has {_kind(field)}, rank "
-                    f"{ranks[first]} {_kind(expected)}."
+                    f"field {key!r}: {owner.name} has {found}, {first.name} {wanted}.{remedy}"
                 )
     for key, (first, field) in firsts.items():
-        for schema_id, fields in fields_of.items():
-            if not field.may_lack and key not in fields:
+        for owner in owners:
+            if not field.may_lack and key not in owner.fields:
                 raise ValueError(
-                    f"field {key!r}: samples of rank {ranks[schema_id]} lack it, and rank "
-                    f"{ranks[first]} has it; only ragged fields may be missing, where a sample has "
-                    "no rows."
+                    f"field {key!r}: {owner.lacks} it, and {first.name} has it; only ragged fields "
+                    "may be missing, where a sample has no rows."
                 )
 
 
