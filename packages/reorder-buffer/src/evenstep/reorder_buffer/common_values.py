@@ -48,7 +48,7 @@ def check_common_values(notes: Sequence[bytes], num_slots: int, *, across_slots:
     Raises:
         ValueError: Naming the field, the micro-batch and two ranks.
     """
-    if not across_slots and len({*notes}) == 1:
+    if not any(notes) or (not across_slots and len({*notes}) == 1):
         return
     told: list[list[_Digests]] = [json.loads(note) if note else [{}] * num_slots for note in notes]
     first = told[0]
