@@ -87,17 +87,21 @@ def groups(size: int | None = None) -> ModuleGroups:
     return ModuleGroups.create(mine, overlap=True)
 
 
+def over(made: ModuleGroups) -> dict[str, Any]:
+    """Return the settings of a buffer that runs over these groups, one canonical group per rank."""
+    return {
+        "dp_rank": made.rank,
+        "dp_size": made.world_size,
+        "n_groups": made.world_size,
+        "dp_group_gloo": made.control,
+        "dp_group_nccl": made.payload,
+    }
+
+
 def buffer(source: Any, made: ModuleGroups, **settings: Any) -> ReorderingBuffer[dict[str, Any]]:
     """Wrap a source of numbered micro-batches."""
-    settings = {"n_groups": made.world_size, "cost_of": cost_of, **settings}
     return ReorderingBuffer(
-        source,
-        dp_rank=made.rank,
-        dp_size=made.world_size,
-        dp_group_gloo=made.control,
-        dp_group_nccl=made.payload,
-        image_count_of=image_counts,
-        **settings,
+        source, image_count_of=image_counts, **{**over(made), "cost_of": cost_of, **settings}
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from evenstep.reorder_buffer import BatchLayout, Global, ReorderingBuffer
 from evenstep.reorder_buffer.common_values import check_common_values, note_of
 from tests.harness import RankPools
+from tests.reorder_buffer.numbered import over
 
 LAYOUT = BatchLayout(fields={"size": Global()})
 
@@ -61,7 +62,7 @@ def _cost(flat: Any) -> float:
     return float(flat["costs"])
 
 
-def _serve(rank: int, world_size: int, changed: dict[str, Any], overlap: bool) -> tuple[int, str]:
+def _serve(rank: int, _: int, changed: dict[str, Any], overlap: bool) -> tuple[int, str]:
     """Serve four windows, the last two of which are `changed` on rank 0; ranks 0 and 1 mix."""
     import torch.distributed as dist
 
@@ -78,16 +79,7 @@ def _serve(rank: int, world_size: int, changed: dict[str, Any], overlap: bool) -
     served = 0
     with (
         ModuleGroups.create(main, overlap=True) as groups,
-        ReorderingBuffer[Any](
-            source(),
-            dp_rank=rank,
-            dp_size=world_size,
-            n_groups=world_size,
-            cost_of=_cost,
-            dp_group_gloo=groups.control,
-            dp_group_nccl=groups.payload,
-            overlap=overlap,
-        ) as batches,
+        ReorderingBuffer[Any](source(), cost_of=_cost, overlap=overlap, **over(groups)) as batches,
     ):
         try:
             for _ in batches:

@@ -16,6 +16,7 @@ from tests.reorder_buffer.loaders import (
     numbered_batches,
     numbers_of,
 )
+from tests.reorder_buffer.numbered import over
 
 LOADERS: list[Callable[[list[dict[str, Any]]], PlainLoader]] = [PlainLoader, StatefulLoader]
 COUNT = 7  # with windows of 3: two whole ones and a rest
@@ -189,7 +190,7 @@ def test_a_shuffling_loader_resumes_by_its_generator_and_not_without() -> None:
         anew.load_state_dict({**state, "place": {**state["place"], "generator": None}})
 
 
-def run_and_resume(rank: int, world_size: int, overlap: bool) -> bool:
+def run_and_resume(rank: int, _: int, overlap: bool) -> bool:
     """Compare a run with one that is saved and resumed after every number of micro-batches."""
     import torch.distributed as dist
 
@@ -204,11 +205,7 @@ def run_and_resume(rank: int, world_size: int, overlap: bool) -> bool:
             return alone(
                 loader,
                 overlap=overlap,
-                dp_rank=rank,
-                dp_size=world_size,
-                n_groups=world_size,
-                dp_group_gloo=groups.control,
-                dp_group_nccl=groups.payload,
+                **over(groups),
             )
 
         with buffer(PlainLoader(batches)) as whole:
@@ -229,7 +226,7 @@ def test_ranks_resume_together(ranks: RankPools, *, overlap: bool) -> None:
     assert ranks(2).run(run_and_resume, overlap) == [True, True]
 
 
-def resume_at(rank: int, world_size: int, served: list[int | None]) -> tuple[str, str]:
+def resume_at(rank: int, _: int, served: list[int | None]) -> tuple[str, str]:
     """Resume each rank where `served` says; return the error's type, text and notes."""
     import torch.distributed as dist
 
@@ -237,26 +234,21 @@ def resume_at(rank: int, world_size: int, served: list[int | None]) -> tuple[str
 
     main = dist.group.WORLD
     assert main is not None
-    with ModuleGroups.create(main, overlap=False) as groups:
-        settings: dict[str, Any] = {
-            "dp_rank": rank,
-            "dp_size": world_size,
-            "n_groups": world_size,
-            "dp_group_gloo": groups.control,
-            "dp_group_nccl": groups.payload,
-        }
-        with alone(PlainLoader(numbered_batches(COUNT)), **settings) as buffer:
-            state = buffer.state_dict()
-            place = served[rank]
-            if place is not None:
-                windows = place // WINDOW * WINDOW
-                state["place"]["batches_read"], state["served"] = windows, place - windows
-                state["behind"] = place
-                buffer.load_state_dict(state)
-            try:
-                next(buffer)
-            except ExchangeError as error:
-                return type(error).__name__, " ".join([str(error), *error.__notes__[:1]])
+    with (
+        ModuleGroups.create(main, overlap=False) as groups,
+        alone(PlainLoader(numbered_batches(COUNT)), **over(groups)) as buffer,
+    ):
+        state = buffer.state_dict()
+        place = served[rank]
+        if place is not None:
+            windows = place // WINDOW * WINDOW
+            state["place"]["batches_read"], state["served"] = windows, place - windows
+            state["behind"] = place
+            buffer.load_state_dict(state)
+        try:
+            next(buffer)
+        except ExchangeError as error:
+            return type(error).__name__, " ".join([str(error), *error.__notes__[:1]])
     return "", ""
 
 
@@ -267,7 +259,7 @@ def test_ranks_that_resume_at_different_steps_are_told(ranks: RankPools) -> None
 
 
 def resume_uneven(
-    rank: int, world_size: int, counts: list[int], stop: list[int], overlap: bool
+    rank: int, _: int, counts: list[int], stop: list[int], overlap: bool
 ) -> tuple[str, str]:
     """Resume behind `stop` micro-batches, or the end, of data that is uneven over the ranks."""
     import torch.distributed as dist
@@ -282,11 +274,7 @@ def resume_uneven(
             return alone(
                 PlainLoader(numbered_batches(counts[rank], first=100 * rank)),
                 overlap=overlap,
-                dp_rank=rank,
-                dp_size=world_size,
-                n_groups=world_size,
-                dp_group_gloo=groups.control,
-                dp_group_nccl=groups.payload,
+                **over(groups),
                 timeout_s=20.0,
             )
 
