@@ -55,6 +55,7 @@ def moves_to_self(flats: list[TensorSample]) -> Moves:
         receives=((),),
         send_splits=(nbytes,),
         recv_splits=(nbytes,),
+        shared=(False,),
         shift_peaks=(nbytes,),
         peak_total=nbytes,
         digest=b"",

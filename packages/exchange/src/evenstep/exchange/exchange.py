@@ -13,7 +13,8 @@ import torch.distributed as dist
 from evenstep.balance import Route
 from evenstep.exchange.errors import ExchangeStoppedError, MismatchError
 from evenstep.exchange.garbage import collection_paused
-from evenstep.exchange.moves import Placement, plan_moves
+from evenstep.exchange.moves import DIGEST_BYTES, Placement, plan_moves
+from evenstep.exchange.node import Node, node_of
 from evenstep.exchange.offer import Agreement, Offer
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
 from evenstep.exchange.payload_group import DEFAULT_CHUNK_BYTES, PayloadGroup
@@ -82,6 +83,8 @@ class SampleExchange:
             patience=self.patience,
         )
         self._same_schema = same_schema
+        self._node = Node.alone(rank, world_size)
+        self._control_group = control_group
         self._announcer = SchemaAnnouncer()
         self._tables = [SchemaTable() for _ in range(world_size)]
 
@@ -109,6 +112,8 @@ class SampleExchange:
             layouts = [sample_layout(sample) for sample in samples]
             return (offer, samples, layouts), self._announcer.encode(offer, layouts)
 
+        if self.payload.is_gloo and self._control_group is not None:
+            self._node = node_of(self._control_group, self.rank, self._rounds)
         (offer, samples, layouts), messages = self._rounds.gather(Kind.OFFER, report)
         self._announcer.mark_announced()
         # A table that is half extended is of no more use.
@@ -144,26 +149,30 @@ class SampleExchange:
                     nbytes=agreement.nbytes,
                     rank=self.rank,
                     world_size=self.world_size,
+                    hosts=self._node.hosts,
                 )
             transfer = Transfer(
                 agreement,
                 moves,
                 self.payload,
+                self._node,
                 self.patience,
                 rank=self.rank,
                 device=self._device,
             )
             if check is not None:
                 check(*transfer.arriving())
-            return transfer, moves.digest
+            return transfer, moves.digest + transfer.message
 
-        transfer, digests = self._rounds.gather(Kind.COMMIT, commit)
-        for rank, digest in enumerate(digests):
-            if digest != digests[0]:
+        transfer, commitments = self._rounds.gather(Kind.COMMIT, commit)
+        for rank, commitment in enumerate(commitments):
+            if commitment[:DIGEST_BYTES] != commitments[0][:DIGEST_BYTES]:
                 raise MismatchError(
                     f"rank {rank} came to another plan than rank 0 for the same costs; a balancer "
                     "must depend on the costs alone, and all ranks need one version of it"
                 )
+        with self._rounds.breaking():
+            transfer.take([commitment[DIGEST_BYTES:] for commitment in commitments])
         return transfer
 
     def leave(self, cause: BaseException | None = None) -> None:

@@ -63,7 +63,7 @@ class HostMemory:
             fitting = (region for region in self._free if nbytes <= len(region) <= 2 * nbytes)
             region = min(fitting, key=len, default=None)
             if region is None:
-                region = _map(_rounded(nbytes))
+                region = _map(rounded(nbytes))
             else:
                 self._free.remove(region)
             self._bytes_in_use += len(region)
@@ -81,7 +81,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=HOST_MEMORY.forget)
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
     """Return the next of four sizes per power of two, so that similar requests share regions."""
     step = max(_PAGE_BYTES, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step

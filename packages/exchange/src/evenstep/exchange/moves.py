@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Self
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from evenstep.balance import Route
+
+DIGEST_BYTES = 8
+"""Length of `Moves.digest`."""
 
 
 class Placement(NamedTuple):
@@ -37,9 +40,12 @@ class Moves:
         receives: The samples from each rank.
         send_splits: Bytes for each rank.
         recv_splits: Bytes from each rank.
+        shared: For each rank, whether bytes go through memory that this rank shares with it, and
+            not over the network.
         shift_peaks: For each distance d, the most bytes that any rank r sends to r + d, modulo
-            the number of ranks; equal on all ranks.
-        peak_total: The most bytes that any rank sends or receives; equal on all ranks.
+            the number of ranks, over the network; equal on all ranks.
+        peak_total: The most bytes that any rank sends or receives over the network; equal on all
+            ranks.
         digest: Of the whole plan with all its splits; equal on all ranks.
     """
 
@@ -48,9 +54,14 @@ class Moves:
     receives: tuple[tuple[Placement, ...], ...]
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
+    shared: tuple[bool, ...]
     shift_peaks: tuple[int, ...]
     peak_total: int
     digest: bytes
+
+    def over_network(self, splits: Sequence[int]) -> list[int]:
+        """Return splits without the bytes that go through shared memory."""
+        return [0 if shared else nbytes for nbytes, shared in zip(splits, self.shared, strict=True)]
 
 
 def plan_moves(
@@ -60,6 +71,7 @@ def plan_moves(
     nbytes: Tensor,
     rank: int,
     world_size: int,
+    hosts: Sequence[int] | None = None,
 ) -> Moves:
     """Derive what `rank` keeps, sends and receives.
 
@@ -72,6 +84,7 @@ def plan_moves(
         nbytes: int64 [samples], serialized bytes of each sample, by global index.
         rank: This rank in the group.
         world_size: Number of ranks in the group.
+        hosts: A number for each rank; ranks of equal numbers share memory. None: no ranks do.
 
     Raises:
         RuntimeError: If the plan is broken: a sample is left out, delivered twice to a rank, or
@@ -93,14 +106,17 @@ def plan_moves(
 
     here, wanted, moves = holder == rank, owner == rank, holder != owner
     pairs = _Pairs.of((holder * world_size + owner)[moves], nbytes[index][moves], world_size)
+    hosts = hosts or range(world_size)
+    remote = pairs.between(torch.tensor(hosts))
     return Moves(
         kept=chosen(here & wanted, owner)[rank],
         sends=chosen(here & moves, owner),
         receives=chosen(wanted & moves, holder),
         send_splits=pairs.splits_between(pairs.sender, rank, pairs.receiver),
         recv_splits=pairs.splits_between(pairs.receiver, rank, pairs.sender),
-        shift_peaks=pairs.shift_peaks(),
-        peak_total=pairs.peak_total(),
+        shared=tuple(host == hosts[rank] and peer != rank for peer, host in enumerate(hosts)),
+        shift_peaks=remote.shift_peaks(),
+        peak_total=remote.peak_total(),
         digest=_digest(table, pairs),
     )
 
@@ -119,6 +135,12 @@ class _Pairs(NamedTuple):
         distinct, where = torch.unique(pair, return_inverse=True)
         total = torch.zeros_like(distinct).index_add_(0, where, nbytes)
         return cls(distinct // world_size, distinct % world_size, total, world_size)
+
+    def between(self, hosts: Tensor) -> "_Pairs":
+        """Return the pairs of ranks with different hosts; int64 [ranks]."""
+        apart = hosts[self.sender] != hosts[self.receiver]
+        sender, receiver, nbytes = self.sender[apart], self.receiver[apart], self.nbytes[apart]
+        return _Pairs(sender, receiver, nbytes, self.world_size)
 
     def splits_between(self, ours: Tensor, rank: int, theirs: Tensor) -> tuple[int, ...]:
         """Return the bytes by peer where this rank is on the one side of the pair."""
@@ -174,7 +196,7 @@ def _range(values: Tensor) -> tuple[int, int]:
 
 
 def _digest(table: "array[int]", pairs: _Pairs) -> bytes:
-    digest = hashlib.blake2b(table, digest_size=8)
+    digest = hashlib.blake2b(table, digest_size=DIGEST_BYTES)
     for column in (pairs.sender, pairs.receiver, pairs.nbytes):
         digest.update(array("q", column.tolist()))
     return digest.digest()

@@ -1,4 +1,4 @@
-"""One window's bytes of this rank: packed once, moved once."""
+"""One window's bytes of this rank over the network: packed once, moved once."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from evenstep.serialize import SampleLayout, TensorSample, pack_samples
 
 
 class Payload:
-    """The samples that leave this rank, as bytes, and room for those that come.
+    """The samples that leave this rank over the network, as bytes, and room for those that come.
 
     If samples and group live on different devices, the whole buffer is copied over at once,
     through page-locked memory.
@@ -41,9 +41,9 @@ class Payload:
         self._works: list[dist.Work] = []
         group.check_usable()
         with group.scope():
-            out = self._empty(sum(moves.send_splits), device)
+            out = self._empty(sum(moves.over_network(moves.send_splits)), device)
             self._sent = self._on(pack_samples(samples, layouts=layouts, out=out), group.device)
-            self._received = self._empty(sum(moves.recv_splits), group.device)
+            self._received = self._empty(sum(moves.over_network(moves.recv_splits)), group.device)
 
     def launch(self) -> None:
         """Start the collective; every rank's launches follow the same order."""
@@ -51,7 +51,7 @@ class Payload:
             self._works = self._group.start(self._sent, self._received, self._moves)
 
     def wait(self, patience: Patience) -> torch.Tensor:
-        """Return the received bytes, uint8 [sum of recv_splits], on the samples' device.
+        """Return the received bytes, uint8, by source, on the samples' device.
 
         On CUDA, the current stream waits for them, not the calling thread. Call it once.
         """

@@ -32,6 +32,7 @@ class PayloadGroup:
 
     Attributes:
         device: Where the bytes must be: CUDA for NCCL, else the host.
+        is_gloo: Whether there is a group that takes host memory.
         stream: As given.
     """
 
@@ -46,6 +47,7 @@ class PayloadGroup:
             raise ValueError(f"chunk_bytes is {chunk_bytes}; it must be at least {WORD_BYTES}")
         on_gpu = group is not None and dist.get_backend(group) == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else CPU
+        self.is_gloo = group is not None and not on_gpu
         self._group = group
         self._broken: BaseException | None = None
         self._chunk_bytes = chunk_bytes - chunk_bytes % WORD_BYTES
@@ -67,13 +69,13 @@ class PayloadGroup:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def start(self, sent: torch.Tensor, received: torch.Tensor, moves: Moves) -> list[dist.Work]:
-        """Start moving `sent`, all samples by destination, into `received`, all by source.
+        """Start moving `sent`, the samples by destination, into `received`, those by source.
 
         Every rank must call this, in the same order among the collectives of the group.
 
         Args:
-            sent: uint8 [sum of send_splits] on `device`.
-            received: uint8 [sum of recv_splits] on `device`.
+            sent: uint8 on `device`, as many as this rank sends over the network.
+            received: uint8 on `device`, as many as it receives over the network.
             moves: Whose splits and order apply.
 
         Returns:
@@ -83,7 +85,9 @@ class PayloadGroup:
             return []
         pieces: Iterable[Piece]
         if moves.peak_total <= self._chunk_bytes:
-            pieces = [(slice(None), moves.recv_splits, slice(None), moves.send_splits)]
+            recv_splits = moves.over_network(moves.recv_splits)
+            send_splits = moves.over_network(moves.send_splits)
+            pieces = [(slice(None), recv_splits, slice(None), send_splits)]
         else:
             pieces = chunks(moves, dist.get_rank(self._group), self._chunk_bytes)
         return [
@@ -134,8 +138,8 @@ def chunks(moves: Moves, rank: int, chunk_bytes: int) -> Iterator[Piece]:
         chunk_bytes: Most bytes in one direction of one collective, a multiple of 8.
     """
     world_size = len(moves.send_splits)
-    recv_starts = [0, *accumulate(moves.recv_splits)]
-    send_starts = [0, *accumulate(moves.send_splits)]
+    recv_starts = [0, *accumulate(moves.over_network(moves.recv_splits))]
+    send_starts = [0, *accumulate(moves.over_network(moves.send_splits))]
     for shift, peak in enumerate(moves.shift_peaks):
         to, source = (rank + shift) % world_size, (rank - shift) % world_size
         for start in range(0, peak, chunk_bytes):

@@ -24,7 +24,7 @@ Setting = str | int | float | bool | None
 
 _HEADER = struct.Struct("<4sHBBQ8s")  # magic, version, kind, status, round, settings' fingerprint
 _MAGIC = b"EVEN"
-_VERSION = 1
+_VERSION = 2
 _MAX_REASON_CHARS = 4000  # the text of an exception that peers get to see
 
 
@@ -34,6 +34,7 @@ class Kind(enum.IntEnum):
     SETTINGS = 1
     OFFER = 2
     COMMIT = 3
+    MEETING = 4
 
 
 class _Status(enum.IntEnum):
@@ -45,6 +46,7 @@ _DOING = {
     Kind.SETTINGS: "comparing settings",
     Kind.OFFER: "agreeing on a window",
     Kind.COMMIT: "committing to a plan",
+    Kind.MEETING: "agreeing on a window",
 }
 
 

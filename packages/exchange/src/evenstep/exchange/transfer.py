@@ -1,14 +1,16 @@
 """The samples of one agreed plan on their way: packed, launched, and handed out."""
 
 import contextlib
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 import torch
 
 from evenstep.exchange.errors import ExchangeError
+from evenstep.exchange.handover import Handover
 from evenstep.exchange.moves import Moves, Placement
+from evenstep.exchange.node import Node
 from evenstep.exchange.offer import Agreement
 from evenstep.exchange.payload import Payload
 from evenstep.exchange.payload_group import PayloadGroup
@@ -44,13 +46,15 @@ class Transfer:
     Args:
         agreement: What all ranks know.
         moves: What this rank keeps, sends and receives.
-        group: What carries the bytes.
+        group: What carries the bytes between nodes.
+        node: What carries them within one.
         patience: How long to wait for peers.
         rank: This rank in the group.
         device: Where arrived samples shall be if this rank brought none that tell.
 
     Attributes:
         moves: As given.
+        message: What the peers must hear with the commitment.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class Transfer:
         agreement: Agreement,
         moves: Moves,
         group: PayloadGroup,
+        node: Node,
         patience: Patience,
         *,
         rank: int,
@@ -66,21 +71,31 @@ class Transfer:
         self.moves = moves
         self._agreement = agreement
         self._patience = patience
+        self._rank = rank
+        sources = [source for source, places in enumerate(moves.receives) if places]
+        # As their bytes lie: all that come over the network in one buffer, then rank by rank.
+        self._sources = sorted(sources, key=lambda source: moves.shared[source])
         self._incoming = [
-            (source, place) for source, places in enumerate(moves.receives) for place in places
+            (source, place) for source in self._sources for place in moves.receives[source]
         ]
         self._incoming_layouts = [
             agreement.reports[source].layout(place.local_idx) for source, place in self._incoming
         ]
-        self._rank = rank
-        outgoing = [place.local_idx for place in chain.from_iterable(moves.sends)]
-        self._payload = Payload(
-            group,
-            [agreement.samples[local] for local in outgoing],
-            [agreement.layouts[local] for local in outgoing],
-            moves,
-            device=_device_of(agreement.samples, default=device),
-        )
+        device = _device_of(agreement.samples, default=device)
+        self._payload = Payload(group, *self._outgoing(shared=False), moves, device=device)
+        self._handover = Handover(node, *self._outgoing(shared=True), moves, device=device)
+        self.message = self._handover.message
+
+    def _outgoing(self, *, shared: bool) -> tuple[list[TensorSample], list[SampleLayout]]:
+        """Return the samples that leave this rank one way, by destination, and their layouts."""
+        chosen = [
+            place.local_idx
+            for to, places in enumerate(self.moves.sends)
+            if places and self.moves.shared[to] == shared
+            for place in places
+        ]
+        agreement = self._agreement
+        return [agreement.samples[i] for i in chosen], [agreement.layouts[i] for i in chosen]
 
     def arriving(self) -> tuple[list[tuple[int, Placement]], list[SampleLayout]]:
         """Return holder, placement and layout of all samples that will be on this rank."""
@@ -88,35 +103,70 @@ class Transfer:
         layouts = [self._agreement.layouts[place.local_idx] for place in self.moves.kept]
         return kept + self._incoming, layouts + self._incoming_layouts
 
+    def take(self, messages: Sequence[memoryview]) -> None:
+        """Open what the peers of this node have packed, once all ranks have committed.
+
+        Args:
+            messages: `message` of every rank.
+
+        Raises:
+            ExchangeError: If a peer is lost.
+        """
+        self._handover.take(messages)
+
     def launch(self) -> None:
         """Start moving the samples; every rank's launches follow the same order."""
         self._payload.launch()
 
-    def wait(self) -> list[Arrival]:
+    def wait(self, *, borrow: bool = False) -> list[Arrival]:
         """Wait for the samples and return all that belong here, by slot and canonical position.
 
         On CUDA this makes the current stream wait, not the calling thread. Call it once.
+
+        Args:
+            borrow: Hand out views of other ranks' memory where they share it with this one. They
+                are void once `release` is called, and a sender needs more memory until then.
 
         Raises:
             ExchangeError: If peers are lost or late.
         """
         received = self._payload.wait(self._patience)
+        self._handover.wait(self._patience)
         kept = [self._agreement.offer.samples[place.local_idx] for place in self.moves.kept]
-        came = map(_with_values, unpack_samples(received, self._incoming_layouts))
+        came = map(_with_values, self._unpacked(received, borrow=borrow))
         places = chain(self.moves.kept, [place for _, place in self._incoming])
         arrivals = [
             Arrival(place.dst_slot, place.canonical_pos, sample)
             for place, sample in zip(places, chain(kept, came), strict=True)
         ]
+        if not borrow:
+            self.release()
         return sorted(arrivals, key=_slot_and_position)
 
     def settle(self) -> None:
         """Wait until the peers have this rank's samples, or cannot get them any more."""
         with contextlib.suppress(ExchangeError):
             self._payload.settle(self._patience)
+            self._handover.wait(self._patience)
 
     def release(self) -> None:
-        """Do nothing: the receive buffer is free for later windows once no tensor is on it."""
+        """Give borrowed memory back; the receive buffer comes back once no tensor is on it."""
+        self._handover.release()
+
+    def _unpacked(self, received: torch.Tensor, *, borrow: bool) -> Iterator[TensorSample]:
+        """Yield the samples that came, in the order of `_incoming`."""
+        layouts = iter(self._incoming_layouts)
+        remote, near = 0, []
+        for source in self._sources:
+            count = len(self.moves.receives[source])
+            if self.moves.shared[source]:
+                near.append((source, count))
+            else:
+                remote += count
+        yield from unpack_samples(received, [*islice(layouts, remote)])
+        for source, count in near:
+            content = self._handover.bytes_from(source, borrow=borrow)
+            yield from unpack_samples(content, [*islice(layouts, count)])
 
 
 def _slot_and_position(arrival: Arrival) -> tuple[int, int]:

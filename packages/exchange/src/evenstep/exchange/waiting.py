@@ -78,13 +78,23 @@ class Patience:
             ExchangeStoppedError: When `should_stop` says so.
             ExchangeError: If the group is destroyed meanwhile.
         """
+        self.until(lambda: _completes(work, group, doing, absent), doing=doing, absent=absent)
+
+    def until(
+        self, completes: Callable[[], bool], *, doing: str, absent: Callable[[], Sequence[int]]
+    ) -> None:
+        """Wait until `completes`, which itself waits for 0.2 s at most, returns True.
+
+        Raises:
+            ExchangeTimeoutError: After `timeout_s`.
+            ExchangeStoppedError: When `should_stop` says so.
+        """
         started = time.monotonic()
         warned = False
-        while not _completes(work, group, doing, absent):
+        while not completes():
             waited = time.monotonic() - started
             if self.should_stop():
                 raise ExchangeStoppedError(f"stopped after {waited:.1f} s of {doing}")
-            _check_alive(group, doing)
             if waited >= self.timeout_s:
                 raise ExchangeTimeoutError(
                     absent(), doing=doing, limit=f"{self.timeout_s:g} s (timeout_s)"
@@ -151,6 +161,7 @@ def _completes(
         work.wait(timedelta(seconds=POLL_S))
         return True
     if not work.is_completed():
+        _check_alive(group, doing)
         return False  # only the poll's time is over; the operation goes on
     try:
         work.wait()

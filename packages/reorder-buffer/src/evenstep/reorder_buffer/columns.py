@@ -60,7 +60,7 @@ def join_column(key: str, values: Column, kind: FieldKind, owners: Sequence[int]
     first = values[0]
     if isinstance(kind, Global) or is_indivisible(first):
         _check_same(key, values, owners)
-        return first
+        return first.clone() if isinstance(first, torch.Tensor) else first
     if isinstance(first, torch.Tensor):
         return _concatenate(key, values, kind, owners)
     rows: list[Leaf] = []

@@ -284,12 +284,11 @@ class PreparedWindow(Generic[BatchT]):
         """Wait for the samples and join them; return the window's micro-batches of this rank."""
         balancer, residency = self._pipeline.balancer, self._pipeline.residency
         with self._clock.phase("transfer"):
-            arrivals = self._transfer.wait()
+            arrivals = self._transfer.wait(borrow=not balancer.keeps_views)
         self._pipeline.finished(self)
         residency.join(self._joined_nbytes)
         with self._clock.phase("merge"):
             batches = balancer.merge(arrivals, self._num_slots)
-        if not balancer.keeps_views:
-            self._transfer.release()
+        self._transfer.release()
         residency.add(-self._nbytes)
         return BalancedWindow(batches, self._span, self._last, self._measured)

@@ -1,0 +1,116 @@
+"""One window's samples between ranks of one node: packed where the receivers read them."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from evenstep.exchange.errors import ProtocolError
+from evenstep.exchange.host_memory import CPU, HOST_MEMORY
+from evenstep.exchange.moves import Moves
+from evenstep.exchange.node import Node
+from evenstep.exchange.shared_region import Handle, MappedRegion
+from evenstep.exchange.waiting import POLL_S, Patience
+from evenstep.serialize import SampleLayout, TensorSample, pack_samples
+
+_PAUSE_S = 0.0005
+
+
+class Handover:
+    """The samples that leave this rank for others of its node, and those that come from them.
+
+    Args:
+        node: The node.
+        samples: The samples to hand over, by destination.
+        layouts: Their layouts.
+        moves: Whose splits apply.
+        device: Where the samples are, and where those that arrive shall be.
+
+    Attributes:
+        message: What the peers must hear before they `take`; empty if there is nothing for them.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        samples: Sequence[TensorSample],
+        layouts: Sequence[SampleLayout],
+        moves: Moves,
+        *,
+        device: torch.device,
+    ) -> None:
+        self._node, self._moves, self._device = node, moves, device
+        self._region = None
+        self._taken: dict[int, tuple[MappedRegion, int, torch.Tensor]] = {}
+        self.message = b""
+        splits = [moves.send_splits[rank] if moves.shared[rank] else 0 for rank in node.ranks]
+        if any(splits):
+            self._region, number = node.region(sum(splits))
+            room = self._region.fill(number, splits)
+            if device == CPU:
+                pack_samples(samples, layouts=layouts, out=room)
+            else:
+                room.copy_(pack_samples(samples, layouts=layouts))
+            self.message = self._region.handle.encode()
+
+    def take(self, messages: Sequence[memoryview]) -> None:
+        """Map what the peers have packed, once all have committed.
+
+        Args:
+            messages: Of every rank of the group.
+
+        Raises:
+            ProtocolError: If a message is damaged.
+            PeerLostError: If a peer is gone.
+        """
+        if self._region is not None:
+            self._region.is_committed = True
+        for peer in self._node.ranks:
+            nbytes = self._moves.recv_splits[peer]
+            if not (self._moves.shared[peer] and nbytes):
+                continue
+            try:
+                handle = Handle.decode(messages[peer])
+            except ValueError as error:
+                raise ProtocolError(f"the commitment of rank {peer}: {error}") from None
+            region = self._node.mapped(peer, handle)
+            self._taken[peer] = region, handle.content, region.take(handle.content, nbytes)
+
+    def bytes_from(self, peer: int, *, borrow: bool) -> torch.Tensor:
+        """Return what a rank handed over, uint8 [bytes], on the samples' device.
+
+        Args:
+            peer: A rank of this node that had samples for this one.
+            borrow: Return the peer's memory itself, which is void once `release` is called.
+        """
+        _, _, content = self._taken[peer]
+        if self._device != CPU:
+            return content.to(self._device)
+        return content if borrow else HOST_MEMORY.empty(content.shape, torch.uint8).copy_(content)
+
+    def wait(self, patience: Patience) -> None:
+        """Wait until the peers have mapped what this rank packed, so that it may even exit.
+
+        Raises:
+            ExchangeError: If one of them is lost or late.
+        """
+        patience.until(self._is_taken, doing="moving samples", absent=self._absent)
+
+    def release(self) -> None:
+        """Give the peers their memory back."""
+        for region, number, _ in self._taken.values():
+            region.done(number)
+        self._taken = {}
+
+    def _is_taken(self) -> bool:
+        give_up = time.monotonic() + POLL_S
+        while self._region is not None and (late := self._region.late):
+            self._node.check_alive(late)
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+    def _absent(self) -> list[int]:
+        late = [] if self._region is None else self._region.late
+        return [self._node.ranks[place] for place in late]

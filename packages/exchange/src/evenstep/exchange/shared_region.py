@@ -1,0 +1,164 @@
+"""Memory that another process of this machine can map, and the marks by which both use it in turn.
+
+A region is a memfd of Linux: nothing of it is left when the processes that hold it are gone. It
+begins with words, int64, each written by one process alone:
+
+    identity, number of the content, then for every rank of the node:
+    where its bytes begin, the content that it has mapped, the content that it is done with
+"""
+
+import mmap
+import os
+import secrets
+import struct
+import sys
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Self
+
+import torch
+
+_WORD_BYTES = 8
+_HEAD_WORDS = 2
+_RANK_WORDS = 3
+_PAGE_BYTES = 1 << 12
+_HANDLE = struct.Struct("<qqqi")
+
+
+class Handle(NamedTuple):
+    """What a process needs to map another's region; `content` numbers what it holds now."""
+
+    identity: int
+    content: int
+    nbytes: int
+    descriptor: int
+
+    def encode(self) -> bytes:
+        """Return the handle's bytes in a control message."""
+        return _HANDLE.pack(*self)
+
+    @classmethod
+    def decode(cls, data: memoryview) -> Self:
+        """Return the handle in a control message.
+
+        Raises:
+            ValueError: If it has another length.
+        """
+        if len(data) != _HANDLE.size:
+            raise ValueError(f"a handle of a region has {_HANDLE.size} bytes, not {len(data)}")
+        return cls(*_HANDLE.unpack(data))
+
+
+class Region:
+    """Memory of this process for others to read.
+
+    Args:
+        capacity: Least bytes of content.
+        num_ranks: Number of ranks of the node.
+
+    Attributes:
+        capacity: Bytes of content that fit.
+        is_committed: Whether the readers have heard of the content.
+
+    Raises:
+        OSError: If the system has no memory, or no descriptor, left.
+    """
+
+    def __init__(self, capacity: int, num_ranks: int) -> None:
+        assert sys.platform == "linux"
+        start = _content_start(num_ranks)
+        size = start + capacity
+        self._descriptor = os.memfd_create("evenstep", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
+        os.posix_fallocate(self._descriptor, 0, size)  # no memory is an error here, a signal later
+        self._words, self._content = _map(self._descriptor, size, num_ranks)
+        self._identity = self._words[0] = secrets.randbits(63)
+        self._size, self.capacity = size, capacity
+        self._number = 0
+        self.is_committed = False
+        self._readers: list[int] = []
+
+    def fill(self, number: int, nbytes: Sequence[int]) -> torch.Tensor:
+        """Begin new content; return uint8 [sum of nbytes] to write it to.
+
+        Args:
+            number: Numbers the content, other than any before.
+            nbytes: Bytes of the content for each rank of the node, in order.
+        """
+        assert self.is_free
+        self._number = self._words[1] = number
+        self.is_committed = False
+        self._readers = [place for place, count in enumerate(nbytes) if count]
+        for place, begin in enumerate(accumulate(nbytes[:-1], initial=0)):
+            self._words[_HEAD_WORDS + _RANK_WORDS * place] = begin
+        return self._content[: sum(nbytes)]
+
+    @property
+    def handle(self) -> Handle:
+        """What the readers need."""
+        return Handle(self._identity, self._number, self._size, self._descriptor)
+
+    @property
+    def late(self) -> list[int]:
+        """The readers that have not mapped the content, by place on the node."""
+        return [place for place in self._readers if self._word(place, 1) != self._number]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether all readers are done with the content, or will never hear of it."""
+        return not self.is_committed or all(
+            self._word(place, 2) == self._number for place in self._readers
+        )
+
+    def _word(self, place: int, which: int) -> int:
+        return self._words[_HEAD_WORDS + _RANK_WORDS * place + which]
+
+
+class MappedRegion:
+    """A region of another process.
+
+    Args:
+        process: Its id.
+        handle: As it told.
+        num_ranks: Number of ranks of the node.
+        place: Of this rank on the node.
+
+    Raises:
+        OSError: If the process is gone, or its region cannot be mapped.
+    """
+
+    def __init__(self, process: int, handle: Handle, *, num_ranks: int, place: int) -> None:
+        descriptor = os.open(f"/proc/{process}/fd/{handle.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._words, self._content = _map(descriptor, handle.nbytes, num_ranks)
+        finally:
+            os.close(descriptor)
+        if self._words[0] != handle.identity:
+            raise OSError(f"what process {process} has there now is another file")
+        self._first = _HEAD_WORDS + _RANK_WORDS * place
+
+    def take(self, number: int, nbytes: int) -> torch.Tensor:
+        """Return this rank's bytes of the content, and tell the owner that they are mapped."""
+        assert self._words[1] == number
+        begin = self._words[self._first]
+        self._words[self._first + 1] = number
+        return self._content[begin : begin + nbytes]
+
+    def done(self, number: int) -> None:
+        """Tell the owner that this rank does not read the content any more."""
+        self._words[self._first + 2] = number
+
+
+def _content_start(num_ranks: int) -> int:
+    words = _HEAD_WORDS + _RANK_WORDS * num_ranks
+    return -(-words * _WORD_BYTES // _PAGE_BYTES) * _PAGE_BYTES
+
+
+def _map(descriptor: int, size: int, num_ranks: int) -> "tuple[memoryview[int], torch.Tensor]":
+    """Return the words and the content, uint8, of a region."""
+    assert sys.platform == "linux"
+    memory = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    start = _content_start(num_ranks)
+    words = memoryview(memory)[:start].cast("q")
+    return words, torch.frombuffer(memory, dtype=torch.uint8)[start:]
