@@ -50,20 +50,33 @@ def _way_home(placement: Placement, i: int, limit: float, most: int) -> Exchange
     room, spare = limit - placement.loads[home], limit - placement.loads[here]
     saved, best = limit * MIN_GAIN, None
     enters: dict[int, float] = {}  # what having the samples of `home` in `here` costs
+    leaves: dict[int, float] = {}  # and those of `here` in `home`
     for size in placement.sizes(home, most):
         costs, away, samples = placement.subsets(home, size)
-        for total, leaves, given in zip(*placement.subsets(here, size), strict=True):
-            if i not in given:
+        native = not any(away)
+        for total, gone, given in zip(*placement.subsets(here, size), strict=True):
+            # What does not leave for its home leaves it: a subset saves `2 * away - cost` at most.
+            most_saved = 2 * gone - total
+            if i not in given or (native and most_saved <= saved):
                 continue
             first, end = bisect_left(costs, total - room), bisect_right(costs, total + spare)
             if first == end:
                 continue
-            enters = enters or {j: placement.weight(j, here) for _, j in placement.members[home]}
-            saving = leaves - fsum(placement.weight(j, home) for j in given)
+            enters = enters or _weights(placement, home, here)
+            leaves = leaves or _weights(placement, here, home)
+            saving = gone - fsum(map(leaves.__getitem__, given))
             for at in range(first, end):
+                if saving + 2 * away[at] - costs[at] <= saved:
+                    continue
                 both = saving + away[at] - fsum(map(enters.__getitem__, samples[at]))
                 if both > saved:
                     saved, best = both, Exchange(here, given, home, samples[at])
         if best:
             return best
     return None
+
+
+def _weights(placement: Placement, group: int, to: int) -> dict[int, float]:
+    """Return what having each sample of a group in another costs."""
+    samples = [i for _, i in placement.members[group]]
+    return dict(zip(samples, placement.weights(samples, to), strict=True))

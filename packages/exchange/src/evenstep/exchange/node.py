@@ -57,6 +57,7 @@ class Node:
     _mapped: dict[tuple[int, int], MappedRegion] = field(default_factory=dict)
     _watches: dict[int, int] = field(default_factory=dict)
     _contents: int = 0
+    _recent_peak: int = 0
 
     @classmethod
     def alone(cls, rank: int, world_size: int) -> "Node":
@@ -87,7 +88,8 @@ class Node:
     def region(self, nbytes: int) -> tuple[Region, int]:
         """Return a region with room for `nbytes`, and a number for its new content."""
         self._contents += 1
-        most = max(4 * nbytes, _LEAST_REGION_BYTES)
+        self._recent_peak = max(nbytes, self._recent_peak - self._recent_peak // 1024)
+        most = max(4 * self._recent_peak, _LEAST_REGION_BYTES)
         free = [region for region in self._regions if region.is_free]
         fitting = [region for region in free if nbytes <= region.capacity <= most]
         if fitting:
