@@ -19,6 +19,9 @@ from evenstep.serialize.schema import SampleLayout
 # 0.5 us where a view and a copy_ take 5 us.
 _LARGE_NBYTES = 1 << 20
 
+# Up to so many rows of a tensor are copied with a memmove each, rather than with one copy_.
+_FEW_ROWS = 16
+
 # The dtypes that can have conjugate or negative views, which are not what their memory says.
 _MAYBE_LAZY = frozenset(
     [dtype for dtype in DTYPES.values() if dtype.is_complex]
@@ -176,20 +179,36 @@ class _FieldsOfHost:
                 if not tensor.is_cpu:
                     raise ValueError(_device_rule(key, tensor, "cpu"))
                 place = start + offset
-                if (
-                    nbytes <= limit
-                    and tensor.is_contiguous()
-                    and (dtype not in _MAYBE_LAZY or not (tensor.is_neg() or tensor.is_conj()))
-                ):
+                lazy = dtype in _MAYBE_LAZY and (tensor.is_neg() or tensor.is_conj())
+                if nbytes <= limit and not lazy and tensor.is_contiguous():
                     self._places.append(place)
                     self._sources.append(tensor.data_ptr())
                     self._sizes.append(nbytes)
-                else:
+                elif nbytes > limit or lazy or not self._add_rows(place, tensor):
                     self._others.append((place, nbytes, tensor))
                 if nbytes % ALIGNMENT:
                     self._ends.append(place + nbytes)
             start += run_nbytes
         self.nbytes = start
+
+    def _add_rows(self, place: int, tensor: Tensor) -> bool:
+        """Add the rows of a tensor if they are few and contiguous, as position ids [3, 1, n]."""
+        num_rows, *sizes = tensor.shape
+        step, *strides = tensor.stride()
+        span = 1
+        for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+            if size != 1 and stride != span:
+                return False
+            span *= size
+        row_nbytes = span * tensor.itemsize
+        if num_rows > _FEW_ROWS:
+            return False
+        start = tensor.data_ptr()
+        for row in range(num_rows):
+            self._places.append(place + row * row_nbytes)
+            self._sources.append(start + row * step * tensor.itemsize)
+            self._sizes.append(row_nbytes)
+        return True
 
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""
