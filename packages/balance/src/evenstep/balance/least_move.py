@@ -75,6 +75,7 @@ def least_move_groups(
         at_home[home].append(i)
     few = len(costs) <= THOROUGH
     found = []
+    reached: list[list[int]] = []  # most starts come to the same placement
     for patience in PATIENCE if few else PATIENCE[:1]:
         search = _Search(Placement(costs, homes, at_home, groups_per_node), limit)
         search.seat_tight_groups()
@@ -82,6 +83,9 @@ def least_move_groups(
         if not search.lower(patience):
             groups = search.refined() or _nearest_homes(costs, homes, reachable)
             placement = Placement(costs, homes, groups, groups_per_node)
+        if placement.group_of in reached:
+            continue
+        reached.append([*placement.group_of])
         send_home(placement, limit, 1)
         found.append(placement)
     best = min(found, key=Placement.price)

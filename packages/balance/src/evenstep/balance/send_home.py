@@ -50,7 +50,6 @@ def _way_home(placement: Placement, i: int, limit: float, most: int) -> Exchange
     room, spare = limit - placement.loads[home], limit - placement.loads[here]
     saved, best = limit * MIN_GAIN, None
     enters: dict[int, float] = {}  # what having the samples of `home` in `here` costs
-    leaves: dict[int, float] = {}  # and those of `here` in `home`
     for size in placement.sizes(home, most):
         costs, away, samples = placement.subsets(home, size)
         native = not any(away)
@@ -62,9 +61,8 @@ def _way_home(placement: Placement, i: int, limit: float, most: int) -> Exchange
             first, end = bisect_left(costs, total - room), bisect_right(costs, total + spare)
             if first == end:
                 continue
-            enters = enters or _weights(placement, home, here)
-            leaves = leaves or _weights(placement, here, home)
-            saving = gone - fsum(map(leaves.__getitem__, given))
+            enters = enters or {j: placement.weight(j, here) for _, j in placement.members[home]}
+            saving = gone - fsum([placement.weight(j, home) for j in given if j != i])
             for at in range(first, end):
                 if saving + 2 * away[at] - costs[at] <= saved:
                     continue
@@ -74,9 +72,3 @@ def _way_home(placement: Placement, i: int, limit: float, most: int) -> Exchange
         if best:
             return best
     return None
-
-
-def _weights(placement: Placement, group: int, to: int) -> dict[int, float]:
-    """Return what having each sample of a group in another costs."""
-    samples = [i for _, i in placement.members[group]]
-    return dict(zip(samples, placement.weights(samples, to), strict=True))

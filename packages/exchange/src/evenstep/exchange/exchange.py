@@ -108,9 +108,10 @@ class SampleExchange:
 
         def report() -> tuple[tuple[Offer, list[TensorSample], list[SampleLayout]], bytes]:
             offer = make_offer()
-            samples = [fold_values(sample) for sample in offer.samples]
-            layouts = [sample_layout(sample) for sample in samples]
-            return (offer, samples, layouts), self._announcer.encode(offer, layouts)
+            with collection_paused():
+                samples = [fold_values(sample) for sample in offer.samples]
+                layouts = [sample_layout(sample) for sample in samples]
+                return (offer, samples, layouts), self._announcer.encode(offer, layouts)
 
         if self.payload.is_gloo and self._control_group is not None:
             self._node = node_of(self._control_group, self.rank, self._rounds)
@@ -141,16 +142,16 @@ class SampleExchange:
             ExchangeError: If peers are lost or late.
         """
 
+        @collection_paused()
         def commit() -> tuple[Transfer, bytes]:
-            with collection_paused():
-                moves = plan_moves(
-                    plan(agreement),
-                    holders=agreement.holders,
-                    nbytes=agreement.nbytes,
-                    rank=self.rank,
-                    world_size=self.world_size,
-                    hosts=self._node.hosts,
-                )
+            moves = plan_moves(
+                plan(agreement),
+                holders=agreement.holders,
+                nbytes=agreement.nbytes,
+                rank=self.rank,
+                world_size=self.world_size,
+                hosts=self._node.hosts,
+            )
             transfer = Transfer(
                 agreement,
                 moves,

@@ -94,27 +94,33 @@ def plan_moves(
     table = array("q", chain.from_iterable((index, *route) for index, route in deliveries))
     index, slot, owner, position = _as_tensor(table).view(-1, 4).unbind(1)
     _check(index, owner, len(holders), world_size)
-    holder, local = holders[index].unbind(1)
-    rows = torch.stack([slot, position, local], dim=1)
-
-    def chosen(mask: Tensor, peer: Tensor) -> tuple[tuple[Placement, ...], ...]:
-        """Return the placements under `mask` by peer, each peer's in packing order."""
-        by_peer: list[list[Placement]] = [[] for _ in range(world_size)]
-        for to, row in zip(peer[mask].tolist(), rows[mask].tolist(), strict=True):
-            by_peer[to].append(Placement(*row))
-        return tuple(tuple(sorted(places)) for places in by_peer)
-
-    here, wanted, moves = holder == rank, owner == rank, holder != owner
-    pairs = _Pairs.of((holder * world_size + owner)[moves], nbytes[index][moves], world_size)
+    (holder, local), size = holders[index].unbind(1), nbytes[index]
+    kept: list[Placement] = []
+    sends: list[list[Placement]] = [[] for _ in range(world_size)]
+    receives: list[list[Placement]] = [[] for _ in range(world_size)]
+    send_splits, recv_splits = [0] * world_size, [0] * world_size
+    mine = ((holder == rank) | (owner == rank)).nonzero().view(-1)
+    columns = torch.stack([holder, owner, size, slot, position, local])[:, mine]
+    for source, to, count, *place in columns.t().tolist():
+        if source == to:
+            kept.append(Placement(*place))
+        elif source == rank:
+            sends[to].append(Placement(*place))
+            send_splits[to] += count
+        else:
+            receives[source].append(Placement(*place))
+            recv_splits[source] += count
+    moves = holder != owner
+    pairs = _Pairs.of((holder * world_size + owner)[moves], size[moves], world_size)
     hosts = hosts or range(world_size)
     remote = pairs.between(torch.tensor(hosts))
     return Moves(
-        kept=chosen(here & wanted, owner)[rank],
-        sends=chosen(here & moves, owner),
-        receives=chosen(wanted & moves, holder),
-        send_splits=pairs.splits_between(pairs.sender, rank, pairs.receiver),
-        recv_splits=pairs.splits_between(pairs.receiver, rank, pairs.sender),
-        shared=tuple(host == hosts[rank] and peer != rank for peer, host in enumerate(hosts)),
+        kept=tuple(sorted(kept)),
+        sends=tuple([tuple(sorted(places)) for places in sends]),
+        receives=tuple([tuple(sorted(places)) for places in receives]),
+        send_splits=tuple(send_splits),
+        recv_splits=tuple(recv_splits),
+        shared=tuple([host == hosts[rank] and peer != rank for peer, host in enumerate(hosts)]),
         shift_peaks=remote.shift_peaks(),
         peak_total=remote.peak_total(),
         digest=_digest(table, pairs),
@@ -142,11 +148,6 @@ class _Pairs(NamedTuple):
         sender, receiver, nbytes = self.sender[apart], self.receiver[apart], self.nbytes[apart]
         return _Pairs(sender, receiver, nbytes, self.world_size)
 
-    def splits_between(self, ours: Tensor, rank: int, theirs: Tensor) -> tuple[int, ...]:
-        """Return the bytes by peer where this rank is on the one side of the pair."""
-        mask = ours == rank
-        return tuple(self._zeros().index_put_((theirs[mask],), self.nbytes[mask]).tolist())
-
     def shift_peaks(self) -> tuple[int, ...]:
         """Return the most bytes of a pair at each distance."""
         shift = (self.receiver - self.sender) % self.world_size
@@ -170,12 +171,14 @@ def _as_tensor(values: "array[int]") -> Tensor:
 def _check(index: Tensor, owner: Tensor, num_samples: int, world_size: int) -> None:
     if len(index) == 0 and num_samples == 0:
         return
-    first, last = _range(owner)
+    if not len(index):
+        raise RuntimeError(f"the plan names no sample; there are {num_samples}")
+    first, last = map(int, owner.aminmax())
     if not 0 <= first <= last < world_size:
         raise RuntimeError(
             f"the plan names owner ranks {first} to {last} in a group of {world_size}"
         )
-    first, last = _range(index)
+    first, last = map(int, index.aminmax())
     if not 0 <= first <= last < num_samples:
         raise RuntimeError(f"the plan names samples {first} to {last}; there are {num_samples}")
     times = torch.bincount(index, minlength=num_samples)
@@ -186,13 +189,6 @@ def _check(index: Tensor, owner: Tensor, num_samples: int, world_size: int) -> N
         )
     if len(index) > num_samples and len(torch.unique(index * world_size + owner)) < len(index):
         raise RuntimeError("the plan delivers a sample twice to one rank")
-
-
-def _range(values: Tensor) -> tuple[int, int]:
-    """Return the smallest and the largest value; an impossible pair if there is none."""
-    if len(values) == 0:
-        return 0, -1
-    return int(values.min()), int(values.max())
 
 
 def _digest(table: "array[int]", pairs: _Pairs) -> bytes:
