@@ -1,13 +1,17 @@
 """Samples and offers that tests of several modules use."""
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from evenstep.balance import Route
 from evenstep.exchange import Agreement, Offer, Patience, SampleExchange
+from evenstep.exchange.node import VARIABLE
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
 from evenstep.serialize import FlatSample, fold_values, sample_layout
 
@@ -72,6 +76,20 @@ def gloo_group(ranks: Sequence[int] | None = None, **more: Any) -> dist.ProcessG
     members = None if ranks is None else [*ranks]
     group = dist.new_group(members, backend="gloo", **more)
     return cast("dist.ProcessGroup", group)  # a number on ranks outside
+
+
+@contextlib.contextmanager
+def over_network() -> Iterator[None]:
+    """Let this rank's samples move over the network, in groups whose first window is in here."""
+    with mock.patch.dict(os.environ, {VARIABLE: "0"}):
+        yield
+
+
+@contextlib.contextmanager
+def on_machine(name: bytes) -> Iterator[None]:
+    """Let this rank be on a machine of that name, in groups whose first window is in here."""
+    with mock.patch("evenstep.exchange.node._machine", return_value=name.ljust(16)):
+        yield
 
 
 def exchange_over_world(rank: int, world_size: int, **settings: Any) -> SampleExchange:

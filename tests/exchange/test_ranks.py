@@ -4,9 +4,11 @@ import gc
 import logging
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +27,8 @@ from tests.exchange.samples import (
     exchange_over_world,
     gloo_group,
     offer_of,
+    on_machine,
+    over_network,
     round_robin,
     sample,
     shown,
@@ -67,14 +71,38 @@ def _expected(offers: Sequence[Offer], rank: int) -> list[Any]:
 COUNTS: tuple[list[int], ...] = ([3, 2], [], [0, 4, 1])  # ragged, and a rank that brings nothing
 
 
-def _windows(rank: int, world_size: int, chunk_bytes: int) -> list[list[Any]]:
+WAYS: dict[str, Callable[[int], AbstractContextManager[None]]] = {
+    "memory": lambda _rank: nullcontext(),
+    "network": lambda _rank: over_network(),
+    "memory but for one rank": lambda rank: over_network() if rank == 1 else nullcontext(),
+    "memory within two nodes": lambda rank: on_machine(b"first" if rank < 2 else b"second"),
+}
+
+
+def _windows(
+    rank: int, world_size: int, way: str, chunk_bytes: int
+) -> tuple[list[list[Any]], tuple[int, ...]]:
     exchange = exchange_over_world(rank, world_size, chunk_bytes=chunk_bytes)
-    return [_window(exchange, offer_of(rank, COUNTS[(rank + w) % 3])) for w in range(4)]
+    with WAYS[way](rank):
+        windows = [_window(exchange, offer_of(rank, COUNTS[(rank + w) % 3])) for w in range(4)]
+    return windows, exchange._node.hosts
 
 
-@pytest.mark.parametrize("chunk_bytes", [1 << 30, 40])
-def test_windows_arrive_whole_and_in_chunks(ranks: RankPools, chunk_bytes: int) -> None:
-    arrived = ranks(3).run(_windows, chunk_bytes)
+@pytest.mark.parametrize(
+    ("way", "chunk_bytes", "hosts"),
+    [
+        ("memory", 1 << 30, (0, 0, 0)),
+        ("network", 1 << 30, (0, 1, 2)),
+        ("network", 40, (0, 1, 2)),
+        ("memory but for one rank", 1 << 30, (0, 1, 0)),
+        ("memory within two nodes", 40, (0, 0, 2)),
+    ],
+)
+def test_windows_arrive_whole_whatever_the_way(
+    ranks: RankPools, way: str, chunk_bytes: int, hosts: tuple[int, ...]
+) -> None:
+    arrived, found = zip(*ranks(3).run(_windows, way, chunk_bytes), strict=True)
+    assert found == (hosts,) * 3
     for w in range(4):
         offers = [offer_of(rank, COUNTS[(rank + w) % 3]) for rank in range(3)]
         assert [mine[w] for mine in arrived] == [_expected(offers, rank) for rank in range(3)]
@@ -274,9 +302,12 @@ def _ends(rank: int, world_size: int) -> dict[str, Any]:
         second.leave(RuntimeError("out of disk"))
     else:
         seen["left in the middle"] = _told(lambda: second.prepare(agreement, round_robin))
-    stopping = Patience(timeout_s=60.0, should_stop=lambda: rank == 1)
+    stop = threading.Event()
+    stopping = Patience(timeout_s=60.0, should_stop=stop.is_set)
     stopped = exchange_over_world(rank, world_size, patience=stopping)
+    stopped.agree(lambda: offer_of(rank, [1]))
     if rank == 1:
+        stop.set()
         started = time.monotonic()
         seen["stopped"] = _told(lambda: stopped.agree(lambda: offer_of(rank, [1])))
         seen["again"] = _told(lambda: stopped.agree(lambda: offer_of(rank, [1])))
@@ -332,6 +363,7 @@ def _missing(rank: int, world_size: int) -> dict[str, Any]:
     short = SampleExchange(
         rank=rank, world_size=world_size, control_group=group, payload_group=group
     )
+    late.agree(lambda: offer_of(rank, [1]))
     told = {}
     if rank < 2:
         told["timeout"] = _told(lambda: late.agree(lambda: offer_of(rank, [1])))
@@ -431,7 +463,8 @@ def _destroyed(rank: int, world_size: int) -> Told:
     exchange = SampleExchange(
         rank=rank, world_size=world_size, control_group=control, payload_group=payload
     )
-    transfer = exchange.prepare(exchange.agree(lambda: offer_of(rank, [3])), round_robin)
+    with over_network():
+        transfer = exchange.prepare(exchange.agree(lambda: offer_of(rank, [3])), round_robin)
     dist.destroy_process_group(payload)
     return _told(transfer.launch)
 
