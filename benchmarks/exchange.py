@@ -2,7 +2,9 @@
 
 Prints the machine, then one line of JSON per figure. A ratio is the median over rounds of (time of
 the one / time of the other), both timed in each round; a time is that of the slowest rank. The bare
-collective sends what the contract's plan (LPT) sends, between buffers that exist already. The key
+collective sends what the contract's plan (LPT) sends, between buffers that exist already. Here all
+ranks share one machine, so `exchange_window` hands samples over in shared memory; with
+EVENSTEP_SHARED_MEMORY=0 in the environment they go over Gloo as the bare collective does. The key
 `processor` is the same ratio of processor time, summed over the ranks: other load on the machine,
 which makes whoever works more wait more, counts little in it.
 """
@@ -176,9 +178,10 @@ class Bench:
         announcer = SchemaAnnouncer()
         announcer.encode(offer, agreement.layouts)
         announcer.mark_announced()  # as from the second window on
-        messages = len(announcer.encode(offer, agreement.layouts)) + 8  # an offer, and a digest
+        transfer = exchange.prepare(agreement, plan)
+        messages = len(announcer.encode(offer, agreement.layouts)) + len(transfer.commitment)
         self.metadata_bytes = (messages + 2 * FRAME_BYTES) / len(offer.samples)
-        return exchange.prepare(agreement, plan).moves
+        return transfer.moves
 
 
 def measure(rank: int, world_size: int, case: Case) -> dict[str, object]:

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import re
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -302,12 +301,9 @@ def _ends(rank: int, world_size: int) -> dict[str, Any]:
         second.leave(RuntimeError("out of disk"))
     else:
         seen["left in the middle"] = _told(lambda: second.prepare(agreement, round_robin))
-    stop = threading.Event()
-    stopping = Patience(timeout_s=60.0, should_stop=stop.is_set)
+    stopping = Patience(timeout_s=60.0, should_stop=lambda: rank == 1)
     stopped = exchange_over_world(rank, world_size, patience=stopping)
-    stopped.agree(lambda: offer_of(rank, [1]))
     if rank == 1:
-        stop.set()
         started = time.monotonic()
         seen["stopped"] = _told(lambda: stopped.agree(lambda: offer_of(rank, [1])))
         seen["again"] = _told(lambda: stopped.agree(lambda: offer_of(rank, [1])))
@@ -363,7 +359,6 @@ def _missing(rank: int, world_size: int) -> dict[str, Any]:
     short = SampleExchange(
         rank=rank, world_size=world_size, control_group=group, payload_group=group
     )
-    late.agree(lambda: offer_of(rank, [1]))
     told = {}
     if rank < 2:
         told["timeout"] = _told(lambda: late.agree(lambda: offer_of(rank, [1])))

@@ -113,8 +113,6 @@ class SampleExchange:
                 layouts = [sample_layout(sample) for sample in samples]
                 return (offer, samples, layouts), self._announcer.encode(offer, layouts)
 
-        if self.payload.is_gloo and self._control_group is not None:
-            self._node = node_of(self._control_group, self.rank, self._rounds)
         (offer, samples, layouts), messages = self._rounds.gather(Kind.OFFER, report)
         self._announcer.mark_announced()
         # A table that is half extended is of no more use.
@@ -141,6 +139,8 @@ class SampleExchange:
             MismatchError: If ranks came to different plans.
             ExchangeError: If peers are lost or late.
         """
+        if self.payload.is_gloo and self._control_group is not None:
+            self._node = node_of(self._control_group, self.rank, self._rounds)
 
         @collection_paused()
         def commit() -> tuple[Transfer, bytes]:
@@ -163,7 +163,7 @@ class SampleExchange:
             )
             if check is not None:
                 check(*transfer.arriving())
-            return transfer, moves.digest + transfer.message
+            return transfer, transfer.commitment
 
         transfer, commitments = self._rounds.gather(Kind.COMMIT, commit)
         for rank, commitment in enumerate(commitments):
@@ -173,7 +173,7 @@ class SampleExchange:
                     "must depend on the costs alone, and all ranks need one version of it"
                 )
         with self._rounds.breaking():
-            transfer.take([commitment[DIGEST_BYTES:] for commitment in commitments])
+            transfer.take(commitments)
         return transfer
 
     def leave(self, cause: BaseException | None = None) -> None:

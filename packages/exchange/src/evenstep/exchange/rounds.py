@@ -46,7 +46,7 @@ _DOING = {
     Kind.SETTINGS: "comparing settings",
     Kind.OFFER: "agreeing on a window",
     Kind.COMMIT: "committing to a plan",
-    Kind.MEETING: "agreeing on a window",
+    Kind.MEETING: "committing to a plan",
 }
 
 

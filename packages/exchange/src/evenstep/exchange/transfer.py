@@ -9,7 +9,7 @@ import torch
 
 from evenstep.exchange.errors import ExchangeError
 from evenstep.exchange.handover import Handover
-from evenstep.exchange.moves import Moves, Placement
+from evenstep.exchange.moves import DIGEST_BYTES, Moves, Placement
 from evenstep.exchange.node import Node
 from evenstep.exchange.offer import Agreement
 from evenstep.exchange.payload import Payload
@@ -54,7 +54,8 @@ class Transfer:
 
     Attributes:
         moves: As given.
-        message: What the peers must hear with the commitment.
+        commitment: The message to commit with: the digest of the plan, and what the peers of this
+            node need to `take` their samples.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Transfer:
         device = _device_of(agreement.samples, default=device)
         self._payload = Payload(group, *self._outgoing(shared=False), moves, device=device)
         self._handover = Handover(node, *self._outgoing(shared=True), moves, device=device)
-        self.message = self._handover.message
+        self.commitment = moves.digest + self._handover.message
 
     def _outgoing(self, *, shared: bool) -> tuple[list[TensorSample], list[SampleLayout]]:
         """Return the samples that leave this rank one way, by destination, and their layouts."""
@@ -103,16 +104,16 @@ class Transfer:
         layouts = [self._agreement.layouts[place.local_idx] for place in self.moves.kept]
         return kept + self._incoming, layouts + self._incoming_layouts
 
-    def take(self, messages: Sequence[memoryview]) -> None:
+    def take(self, commitments: Sequence[memoryview]) -> None:
         """Open what the peers of this node have packed, once all ranks have committed.
 
         Args:
-            messages: `message` of every rank.
+            commitments: Those of all ranks.
 
         Raises:
             ExchangeError: If a peer is lost.
         """
-        self._handover.take(messages)
+        self._handover.take([commitment[DIGEST_BYTES:] for commitment in commitments])
 
     def launch(self) -> None:
         """Start moving the samples; every rank's launches follow the same order."""

@@ -166,7 +166,7 @@ class StepScheduler(ABC, Generic[PlanT, GroupsT]):
         transfer = self._prepare(agreement, plan, lengths)
         transfer.launch()
         arrived: list[list[Sample]] = [[] for _ in range(plan.num_microbatches)]
-        for arrival in transfer.wait():
+        for arrival in transfer.wait(borrow=True):
             arrived[arrival.dst_slot].append(tensors_of(arrival.sample))
         microbatches = [
             {

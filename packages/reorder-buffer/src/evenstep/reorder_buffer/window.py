@@ -265,8 +265,11 @@ class PreparedWindow(Generic[BatchT]):
         self._num_slots = num_slots
         self._span, self._last, self._clock, self._measured = span, last, clock, measured
         self._launches = threading.Lock()  # taken by the one launch that there is
-        sent, received = sum(transfer.moves.send_splits), sum(transfer.moves.recv_splits)
-        self._nbytes = read_bytes + sent + received
+        moves, keeps_views = transfer.moves, pipeline.balancer.keeps_views
+        sent, received = sum(moves.send_splits), sum(moves.recv_splits)
+        # What peers of this node hand over is in their memory, unless this rank must keep it.
+        own = received if keeps_views else sum(moves.over_network(moves.recv_splits))
+        self._nbytes = read_bytes + sent + own
         self._joined_nbytes = read_bytes - sent + received
         pipeline.residency.add(self._nbytes)
 
