@@ -36,15 +36,19 @@ def sample_layout(flat: Mapping[str, Tensor | None]) -> SampleLayout:
         ValueError: If a value is anything else, a tensor of an unsupported kind or dtype, or if a
             key cannot be encoded; the message names the key.
     """
+    strided = torch.strided
     entries: list[_Entry] = []
     for key, value in flat.items():
         if value is None:
             entries.append((key, None, ()))
         # is_plain(value), without the cost of a call for each field
-        elif type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
-            entries.append((key, value.dtype, value.shape))
-        else:
+        elif type(value) is not Tensor or value.layout is not strided:
             raise ValueError(refusal(key, value))
+        else:
+            try:
+                entries.append((key, value.dtype, value.shape))
+            except RuntimeError:  # a nested tensor has no shape
+                raise ValueError(refusal(key, value)) from None
     return _layout_of(tuple(entries))
 
 

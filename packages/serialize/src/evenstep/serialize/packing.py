@@ -179,7 +179,9 @@ class _FieldsOfHost:
                 if not tensor.is_cpu:
                     raise ValueError(_device_rule(key, tensor, "cpu"))
                 place = start + offset
-                lazy = dtype in _MAYBE_LAZY and (tensor.is_neg() or tensor.is_conj())
+                lazy = dtype in _MAYBE_LAZY and (
+                    tensor.is_neg() or (dtype.is_complex and tensor.is_conj())
+                )
                 if nbytes <= limit and not lazy and tensor.is_contiguous():
                     self._places.append(place)
                     self._sources.append(tensor.data_ptr())
