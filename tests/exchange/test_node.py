@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,12 @@ def _many_windows(rank: int, world_size: int) -> dict[str, Any]:
         transfer, arrivals = window(3 + turn % 2, borrow=True)
         assert all(arrival.sample for arrival in arrivals)
         transfer.release()
+        given_up = exchange.prepare(exchange.agree(partial(offer_of, rank, [4])), round_robin)
+        given_up.launch()
+        given_up.settle()
         with pytest.raises((OSError, RuntimeError), match="no room"):
             exchange.prepare(
-                exchange.agree(lambda: offer_of(rank, [4])),
+                exchange.agree(partial(offer_of, rank, [4])),
                 round_robin,
                 check=fails if rank == 1 else None,
             )
@@ -216,7 +220,7 @@ def _descriptors(rank: int, world_size: int) -> tuple[int, int]:
     for _ in range(2):
         exchange = exchange_over_world(rank, world_size)
         for _ in range(3):
-            transfer = exchange.prepare(exchange.agree(lambda: offer_of(rank, [3])), round_robin)
+            transfer = exchange.prepare(exchange.agree(partial(offer_of, rank, [3])), round_robin)
             transfer.launch()
             transfer.wait()
         group = exchange._control_group

@@ -186,10 +186,11 @@ class _Probe:
 
 
 def _machine() -> bytes:
-    """Return what processes that see each other's ids have in common, and no others."""
-    namespace = Path("/proc/self/ns/pid").readlink()
-    booted = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    return blake2b(booted + bytes(namespace), digest_size=16).digest()
+    """Return what processes that see each other's ids and interfaces share, and no others do."""
+    known = blake2b(Path("/proc/sys/kernel/random/boot_id").read_bytes(), digest_size=16)
+    for namespace in ("pid", "net"):  # hosts are simulated by namespaces of the network
+        known.update(bytes(Path("/proc/self/ns", namespace).readlink()))
+    return known.digest()
 
 
 def _is_readable(card: _Card, own: _Card) -> bool:

@@ -145,7 +145,8 @@ class Transfer:
         return sorted(arrivals, key=_slot_and_position)
 
     def settle(self) -> None:
-        """Wait until the peers have this rank's samples, or cannot get them any more."""
+        """Wait until the peers have this rank's samples, or cannot get them; give up its own."""
+        self.release()
         with contextlib.suppress(ExchangeError):
             self._payload.settle(self._patience)
             self._handover.wait(self._patience)

@@ -168,17 +168,18 @@ class StepScheduler(ABC, Generic[PlanT, GroupsT]):
         arrived: list[list[Sample]] = [[] for _ in range(plan.num_microbatches)]
         for arrival in transfer.wait(borrow=True):
             arrived[arrival.dst_slot].append(tensors_of(arrival.sample))
-        microbatches = [
-            {
-                **pack_microbatch(
-                    samples,
-                    **lengths.of_pack(pack.sequences),
-                    keys=self._keys,
-                    device=self._device,
-                ),
-                **pack.extra,
-            }
-            for samples, pack in zip(arrived, self._packs(plan), strict=True)
-        ]
-        transfer.release()  # the packs are copies
-        return microbatches
+        try:
+            return [
+                {
+                    **pack_microbatch(
+                        samples,
+                        **lengths.of_pack(pack.sequences),
+                        keys=self._keys,
+                        device=self._device,
+                    ),
+                    **pack.extra,
+                }
+                for samples, pack in zip(arrived, self._packs(plan), strict=True)
+            ]
+        finally:
+            transfer.release()  # the packs are copies

@@ -290,8 +290,10 @@ class PreparedWindow(Generic[BatchT]):
             arrivals = self._transfer.wait(borrow=not balancer.keeps_views)
         self._pipeline.finished(self)
         residency.join(self._joined_nbytes)
-        with self._clock.phase("merge"):
-            batches = balancer.merge(arrivals, self._num_slots)
-        self._transfer.release()
+        try:
+            with self._clock.phase("merge"):
+                batches = balancer.merge(arrivals, self._num_slots)
+        finally:
+            self._transfer.release()
         residency.add(-self._nbytes)
         return BalancedWindow(batches, self._span, self._last, self._measured)
