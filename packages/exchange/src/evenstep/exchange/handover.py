@@ -1,19 +1,31 @@
 """One window's samples between ranks of one node: packed where the receivers read them."""
 
+import os
 import time
+import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
-from evenstep.exchange.errors import ProtocolError
+from evenstep.exchange.errors import PeerLostError, ProtocolError
 from evenstep.exchange.host_memory import CPU, HOST_MEMORY
 from evenstep.exchange.moves import Moves
 from evenstep.exchange.node import Node
-from evenstep.exchange.shared_region import Handle, MappedRegion
+from evenstep.exchange.shared_region import Handle, MappedRegion, Region
 from evenstep.exchange.waiting import POLL_S, Patience
 from evenstep.serialize import SampleLayout, TensorSample, pack_samples
 
 _PAUSE_S = 0.0005
+_DOING = "moving samples"
+
+
+class _Taken(NamedTuple):
+    """What a peer handed over: its region, the number of the content, and this rank's part."""
+
+    region: MappedRegion
+    number: int
+    content: torch.Tensor
 
 
 class Handover:
@@ -40,13 +52,16 @@ class Handover:
         device: torch.device,
     ) -> None:
         self._node, self._moves, self._device = node, moves, device
-        self._region = None
-        self._taken: dict[int, tuple[MappedRegion, int, torch.Tensor]] = {}
+        self._region: Region | None = None
+        self._number = 0
+        self._taken: dict[int, _Taken] = {}
+        self._dropped = weakref.finalize(self, _give_back, self._taken, os.getpid())
+        self._dropped.atexit = False
         self.message = b""
         splits = [moves.send_splits[rank] if moves.shared[rank] else 0 for rank in node.ranks]
         if any(splits):
-            self._region, number = node.region(sum(splits))
-            room = self._region.fill(number, splits)
+            self._region, self._number = node.region(sum(splits))
+            room = self._region.fill(self._number, splits)
             if device == CPU:
                 pack_samples(samples, layouts=layouts, out=room)
             else:
@@ -61,7 +76,7 @@ class Handover:
 
         Raises:
             ProtocolError: If a message is damaged.
-            PeerLostError: If a peer is gone.
+            ExchangeError: If a peer is gone, or this rank cannot map its memory.
         """
         if self._region is not None:
             self._region.is_committed = True
@@ -74,7 +89,8 @@ class Handover:
             except ValueError as error:
                 raise ProtocolError(f"the commitment of rank {peer}: {error}") from None
             region = self._node.mapped(peer, handle)
-            self._taken[peer] = region, handle.content, region.take(handle.content, nbytes)
+            content = region.take(handle.content, nbytes)
+            self._taken[peer] = _Taken(region, handle.content, content)
 
     def bytes_from(self, peer: int, *, borrow: bool) -> torch.Tensor:
         """Return what a rank handed over, uint8 [bytes], on the samples' device.
@@ -83,7 +99,11 @@ class Handover:
             peer: A rank of this node that had samples for this one.
             borrow: Return the peer's memory itself, which is void once `release` is called.
         """
-        _, _, content = self._taken[peer]
+        if not self._moves.recv_splits[peer]:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        content = self._taken[peer].content
+        if borrow:
+            self._dropped.detach()  # the views may outlive this object
         if self._device != CPU:
             return content.to(self._device)
         return content if borrow else HOST_MEMORY.empty(content.shape, torch.uint8).copy_(content)
@@ -94,23 +114,33 @@ class Handover:
         Raises:
             ExchangeError: If one of them is lost or late.
         """
-        patience.until(self._is_taken, doing="moving samples", absent=self._absent)
+        patience.until(self._is_taken, doing=_DOING, absent=self._absent)
 
     def release(self) -> None:
         """Give the peers their memory back."""
-        for region, number, _ in self._taken.values():
-            region.done(number)
-        self._taken = {}
+        _give_back(self._taken, os.getpid())
 
     def _is_taken(self) -> bool:
         give_up = time.monotonic() + POLL_S
-        while self._region is not None and (late := self._region.late):
-            self._node.check_alive(late)
+        while late := self._late():
+            ended = [place for place in late if self._node.has_ended(place)]
+            # One may have mapped its samples, and ended, since it was found to be late.
+            if lost := [self._node.ranks[place] for place in self._late() if place in ended]:
+                raise PeerLostError(lost, doing=_DOING, cause="the process has ended")
             if time.monotonic() > give_up:
                 return False
             time.sleep(_PAUSE_S)
         return True
 
+    def _late(self) -> list[int]:
+        return [] if self._region is None else self._region.late(self._number)
+
     def _absent(self) -> list[int]:
-        late = [] if self._region is None else self._region.late
-        return [self._node.ranks[place] for place in late]
+        return [self._node.ranks[place] for place in self._late()]
+
+
+def _give_back(taken: dict[int, _Taken], process: int) -> None:
+    """Tell the owners of what was taken that it is not read any more; a forked copy does not."""
+    while taken and os.getpid() == process:
+        _, (region, number, _) = taken.popitem()
+        region.done(number)

@@ -7,15 +7,16 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from evenstep.exchange.errors import PeerLostError
+from evenstep.exchange.errors import ExchangeError, PeerLostError
 from evenstep.exchange.host_memory import rounded
 from evenstep.exchange.rounds import Kind, Rounds
 from evenstep.exchange.shared_region import Handle, MappedRegion, Region
@@ -25,7 +26,6 @@ VARIABLE = "EVENSTEP_SHARED_MEMORY"
 
 _CARD = struct.Struct("<16sqi16s")  # machine, process, descriptor, what can be read there
 _LEAST_REGION_BYTES = 1 << 20
-_MOST_MAPPED = 8  # regions of one peer: windows that are resident, and those that they outgrew
 
 
 class _Card(NamedTuple):
@@ -74,12 +74,15 @@ class Node:
         Raises:
             ExchangeError: As `Rounds.gather`.
         """
-        with _Probe() as probe:
-            _, told = rounds.gather(Kind.MEETING, lambda: (None, _CARD.pack(*probe.card)))
+        with ExitStack() as kept:
+            own, told = rounds.gather(Kind.MEETING, lambda: _shown(kept))
             cards = [_Card(*_CARD.unpack(card)) for card in told]
-            reached = [peer for peer, card in enumerate(cards) if _is_readable(card, probe.card)]
-            text = array("q", reached).tobytes()
-            _, told = rounds.gather(Kind.MEETING, lambda: (None, text))
+
+            def read() -> tuple[None, bytes]:
+                reached = [peer for peer, card in enumerate(cards) if _is_readable(card, own)]
+                return None, array("q", reached).tobytes()
+
+            _, told = rounds.gather(Kind.MEETING, read)
         hosts = _hosts(cards, [{*memoryview(peers).cast("q")} for peers in told])
         ranks = tuple(peer for peer, host in enumerate(hosts) if host == hosts[rank])
         processes = tuple(cards[peer].process for peer in ranks)
@@ -95,6 +98,7 @@ class Node:
         if fitting:
             return min(fitting, key=lambda region: region.capacity), self._contents
         for region in free:
+            region.retire()
             self._regions.remove(region)
         region = Region(max(rounded(nbytes), _LEAST_REGION_BYTES), len(self.ranks))
         self._regions.append(region)
@@ -105,41 +109,37 @@ class Node:
 
         Raises:
             PeerLostError: If the rank is gone.
+            ExchangeError: If this rank cannot map it.
         """
         key = peer, handle.identity
-        region = self._mapped.pop(key, None)
-        if region is None:
+        if key not in self._mapped:
+            for retired in [key for key, region in self._mapped.items() if region.is_retired]:
+                del self._mapped[retired]
             process = self.processes[self.ranks.index(peer)]
             place = self.ranks.index(self.rank)
             try:
-                region = MappedRegion(process, handle, num_ranks=len(self.ranks), place=place)
-            except OSError as error:
+                self._mapped[key] = MappedRegion(
+                    process, handle, num_ranks=len(self.ranks), place=place
+                )
+            except (FileNotFoundError, ProcessLookupError) as error:
                 raise PeerLostError([peer], doing="moving samples", cause=str(error)) from error
-        self._mapped[key] = region  # the last one used is the last one forgotten
-        of_peer = [other for other in self._mapped if other[0] == peer]
-        for stale in of_peer[:-_MOST_MAPPED]:
-            del self._mapped[stale]
-        return region
+            except Exception as error:
+                raise ExchangeError(
+                    f"this rank cannot map {handle.nbytes} bytes of rank {peer}: {error}; raise "
+                    f"its limits (ulimit -n, ulimit -v), or set {VARIABLE}=0"
+                ) from error
+        return self._mapped[key]
 
-    def check_alive(self, places: Sequence[int]) -> None:
-        """Raise if a rank of this node has ended.
-
-        Args:
-            places: Those to look at, by place on the node.
-
-        Raises:
-            PeerLostError: Naming them.
-        """
-        if lost := [self.ranks[place] for place in places if self._has_ended(place)]:
-            raise PeerLostError(lost, doing="moving samples", cause="the process has ended")
-
-    def _has_ended(self, place: int) -> bool:
+    def has_ended(self, place: int) -> bool:
+        """Return whether the process of a rank, by its place on the node, is known to be gone."""
         assert sys.platform == "linux"
         try:
             if place not in self._watches:
                 self._watches[place] = os.pidfd_open(self.processes[place])
         except ProcessLookupError:
             return True
+        except OSError:  # such as no descriptor left
+            return False
         poll = select.poll()
         poll.register(self._watches[place], select.POLLIN)
         return bool(poll.poll(0))
@@ -161,28 +161,19 @@ def node_of(group: dist.ProcessGroup, rank: int, rounds: Rounds) -> Node:
     return node
 
 
-class _Probe:
-    """A file in memory that peers try to read, while it is entered."""
-
-    def __init__(self) -> None:
-        self.card = _Card(bytes(16), 0, 0, bytes(16))
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> Self:
-        if sys.platform == "linux" and os.environ.get(VARIABLE) != "0":
-            secret = secrets.token_bytes(16)
-            try:
-                machine = _machine()
-                self._descriptor = os.memfd_create("evenstep probe", os.MFD_CLOEXEC)
-                os.write(self._descriptor, secret)
-            except OSError:  # such as no /proc: then this rank is a node of its own
-                return self
-            self.card = _Card(machine, os.getpid(), self._descriptor, secret)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
+def _shown(kept: ExitStack) -> tuple[_Card, bytes]:
+    """Return how peers can reach this rank, and that as bytes; what they shall read is `kept`."""
+    card = _Card(bytes(16), 0, 0, bytes(16))
+    if sys.platform == "linux" and os.environ.get(VARIABLE) != "0":
+        secret = secrets.token_bytes(16)
+        # Without /proc, or in a Python or a sandbox without these calls, the card stays empty.
+        with suppress(OSError, AttributeError):
+            os.close(os.pidfd_open(os.getpid()))
+            descriptor = os.memfd_create("evenstep", os.MFD_CLOEXEC)
+            kept.callback(os.close, descriptor)
+            os.pwrite(descriptor, secret, 0)
+            card = _Card(_machine(), os.getpid(), descriptor, secret)
+    return card, _CARD.pack(*card)
 
 
 def _machine() -> bytes:
@@ -196,14 +187,12 @@ def _machine() -> bytes:
 def _is_readable(card: _Card, own: _Card) -> bool:
     if not card.process or card.machine != own.machine:
         return False
-    try:
-        descriptor = os.open(f"/proc/{card.process}/fd/{card.descriptor}", os.O_RDWR)
-    except OSError:
-        return False
-    try:
+    with suppress(OSError), ExitStack() as closing:
+        path = f"/proc/{card.process}/fd/{card.descriptor}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        closing.callback(os.close, descriptor)
         return os.pread(descriptor, len(card.secret), 0) == card.secret
-    finally:
-        os.close(descriptor)
+    return False
 
 
 def _hosts(cards: Sequence[_Card], reached: Sequence[set[int]]) -> tuple[int, ...]:

@@ -99,10 +99,14 @@ class Region:
         """What the readers need."""
         return Handle(self._identity, self._number, self._size, self._descriptor)
 
-    @property
-    def late(self) -> list[int]:
-        """The readers that have not mapped the content, by place on the node."""
-        return [place for place in self._readers if self._word(place, 1) != self._number]
+    def late(self, number: int) -> list[int]:
+        """Return the readers that have not mapped some content, by place on the node.
+
+        Nobody is late for content that others have replaced: all were done with it.
+        """
+        if number != self._number:
+            return []
+        return [place for place in self._readers if self._word(place, 1) != number]
 
     @property
     def is_free(self) -> bool:
@@ -110,6 +114,10 @@ class Region:
         return not self.is_committed or all(
             self._word(place, 2) == self._number for place in self._readers
         )
+
+    def retire(self) -> None:
+        """Tell who has mapped this region that it holds nothing any more, and never will."""
+        self._words[0] = 0
 
     def _word(self, place: int, which: int) -> int:
         return self._words[_HEAD_WORDS + _RANK_WORDS * place + which]
@@ -125,7 +133,9 @@ class MappedRegion:
         place: Of this rank on the node.
 
     Raises:
-        OSError: If the process is gone, or its region cannot be mapped.
+        FileNotFoundError: If the process is gone.
+        ProcessLookupError: If another process has its id, or another file its descriptor.
+        OSError: If this process has no memory, or no descriptor, left.
     """
 
     def __init__(self, process: int, handle: Handle, *, num_ranks: int, place: int) -> None:
@@ -135,8 +145,14 @@ class MappedRegion:
         finally:
             os.close(descriptor)
         if self._words[0] != handle.identity:
-            raise OSError(f"what process {process} has there now is another file")
+            raise ProcessLookupError(f"what process {process} has there now is another file")
+        self._identity = handle.identity
         self._first = _HEAD_WORDS + _RANK_WORDS * place
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether its owner has given it up."""
+        return self._words[0] != self._identity
 
     def take(self, number: int, nbytes: int) -> torch.Tensor:
         """Return this rank's bytes of the content, and tell the owner that they are mapped."""

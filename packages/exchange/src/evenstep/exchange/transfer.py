@@ -149,6 +149,7 @@ class Transfer:
         self.release()
         with contextlib.suppress(ExchangeError):
             self._payload.settle(self._patience)
+        with contextlib.suppress(ExchangeError):
             self._handover.wait(self._patience)
 
     def release(self) -> None:

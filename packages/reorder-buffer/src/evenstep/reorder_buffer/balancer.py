@@ -159,5 +159,9 @@ class WindowBalancer(Generic[BatchT]):
 
     @property
     def keeps_views(self) -> bool:
-        """Whether merged micro-batches may hold views of what they were merged from."""
-        return not isinstance(self.layout, BatchLayout)
+        """Whether merged micro-batches may hold views of what they were merged from.
+
+        A class derived from `BatchLayout` may keep them, whatever it inherits.
+        """
+        kind: type = type(self.layout)
+        return kind is not BatchLayout
