@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from evenstep.balance import build_window_route
 from evenstep.reorder_buffer import (
+    MIMO_LAYOUT,
     SAMPLE_LIST,
+    BatchLayout,
     exchange_window,
     reorder_window_local,
 )
@@ -257,3 +259,42 @@ def test_lists_of_samples_are_exchanged_too(ranks: RankPools) -> None:
         [0, 1, 2, 3],
         [4, 5, 6, 7],
     ]
+
+
+class _KeepingLayout(BatchLayout):
+    """A layout whose micro-batches keep the samples that they were joined from."""
+
+    __slots__ = ()
+
+    def merge(self, flats: Any) -> dict[str, Any]:
+        raw = [flat["input_ids"] for flat in flats]
+        return {**BatchLayout.merge(self, flats), "raw": raw}
+
+
+def _kept_samples(rank: int, world_size: int) -> bool:
+    """Exchange windows, and say whether earlier ones are still as they were."""
+    layout = _KeepingLayout(fields=MIMO_LAYOUT.fields)
+    with groups() as made:
+        windows = [
+            exchange_window(
+                [microbatch(shard(turn, rank, world_size, 16))],
+                dp_rank=rank,
+                dp_size=world_size,
+                n_groups=world_size,
+                cost_of=cost_of,
+                dp_group_gloo=made.control,
+                dp_group_nccl=made.payload,
+                image_count_of=image_counts,
+                layout=layout,
+            )
+            for turn in range(4)
+        ]
+    return all(
+        torch.equal(torch.cat(batch["raw"]), batch["input_ids"])
+        for window in windows
+        for batch in window
+    )
+
+
+def test_a_layout_of_its_own_may_keep_the_samples(ranks: RankPools) -> None:
+    assert ranks(2).run(_kept_samples) == [True, True]
