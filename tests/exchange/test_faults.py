@@ -56,10 +56,6 @@ def _whole_window(exchange: SampleExchange) -> int:
     return len(transfer.wait())
 
 
-PROMPT_S = 10.0
-"""Far below the 60 s that ranks would wait: 0.1 s as a rule, and once 4 on a busier machine."""
-
-
 class Part(NamedTuple):
     """One scenario, in groups of its own: ranks 0 and 1, and the victim as the third."""
 
@@ -174,7 +170,7 @@ def test_a_killed_rank_is_noticed_by_all_at_once(tour: list[Outcome]) -> None:
         assert survivor["seen"].kind == "PeerLostError"
         assert "while agreeing on a window" in survivor["seen"].text
         assert survivor["seen"].ranks in {(2,), ()}
-        assert survivor["took_s"] < PROMPT_S
+        assert survivor["took_s"] < 0.5 + 2.0
         assert survivor["again"][:2] == survivor["seen"][:2]
     assert tour[2].exit_code == -signal.SIGKILL
 
@@ -183,7 +179,7 @@ def test_no_window_is_served_in_part(tour: list[Outcome]) -> None:
     for survivor in _survivors(tour, "killed while moving"):
         assert survivor["seen"].kind == "PeerLostError"
         assert "while moving samples" in survivor["seen"].text
-        assert survivor["took_s"] < PROMPT_S
+        assert survivor["took_s"] < 2.0
         assert survivor["again"].kind == "PeerLostError"
     assert tour[3].exit_code == -signal.SIGKILL
 
