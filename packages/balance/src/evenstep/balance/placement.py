@@ -80,13 +80,6 @@ class Placement:
         same_node = group // self.groups_per_node == home // self.groups_per_node
         return self.costs[i] if same_node else self.costs[i] * CROSSING
 
-    def weights(self, samples: Sequence[int], group: int) -> list[float]:
-        """Return the `weight` of each sample in a group."""
-        if self.has_nodes:
-            return [self.weight(i, group) for i in samples]
-        costs, homes = self.costs, self.homes  # without a call for each
-        return [0.0 if homes[i] == group else costs[i] for i in samples]
-
     def sizes(self, group: int, most: int) -> Iterable[int]:
         """Return the sizes up to `most` whose subsets of a group are few enough to list."""
         n = len(self.members[group])
@@ -99,7 +92,7 @@ class Placement:
             costs, samples = zip(*self.members[group], strict=True)
             chosen = list(combinations(samples, size))
             totals = list(map(fsum, combinations(costs, size)))
-            away = self.weights(samples, group)
+            away = [self.weight(i, group) for i in samples]
             if size > 1:
                 order = sorted(range(len(totals)), key=totals.__getitem__)
                 totals_away = list(map(fsum, combinations(away, size)))

@@ -13,11 +13,10 @@ from evenstep.exchange.host_memory import CPU, HOST_MEMORY
 from evenstep.exchange.moves import Moves
 from evenstep.exchange.node import Node
 from evenstep.exchange.shared_region import Handle, MappedRegion, Region
-from evenstep.exchange.waiting import POLL_S, Patience
+from evenstep.exchange.waiting import MOVING, POLL_S, Patience
 from evenstep.serialize import SampleLayout, TensorSample, pack_samples
 
 _PAUSE_S = 0.0005
-_DOING = "moving samples"
 
 
 class _Taken(NamedTuple):
@@ -102,11 +101,12 @@ class Handover:
         if not self._moves.recv_splits[peer]:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         content = self._taken[peer].content
-        if borrow:
-            self._dropped.detach()  # the views may outlive this object
         if self._device != CPU:
             return content.to(self._device)
-        return content if borrow else HOST_MEMORY.empty(content.shape, torch.uint8).copy_(content)
+        if not borrow:
+            return HOST_MEMORY.empty(content.shape, torch.uint8).copy_(content)
+        self._dropped.detach()  # the views may outlive this object
+        return content
 
     def wait(self, patience: Patience) -> None:
         """Wait until the peers have mapped what this rank packed, so that it may even exit.
@@ -114,7 +114,7 @@ class Handover:
         Raises:
             ExchangeError: If one of them is lost or late.
         """
-        patience.until(self._is_taken, doing=_DOING, absent=self._absent)
+        patience.until(self._is_taken, doing=MOVING, absent=self._absent)
 
     def release(self) -> None:
         """Give the peers their memory back."""
@@ -126,7 +126,7 @@ class Handover:
             ended = [place for place in late if self._node.has_ended(place)]
             # One may have mapped its samples, and ended, since it was found to be late.
             if lost := [self._node.ranks[place] for place in self._late() if place in ended]:
-                raise PeerLostError(lost, doing=_DOING, cause="the process has ended")
+                raise PeerLostError(lost, doing=MOVING, cause="the process has ended")
             if time.monotonic() > give_up:
                 return False
             time.sleep(_PAUSE_S)

@@ -20,6 +20,7 @@ from evenstep.exchange.errors import ExchangeError, PeerLostError
 from evenstep.exchange.host_memory import rounded
 from evenstep.exchange.rounds import Kind, Rounds
 from evenstep.exchange.shared_region import Handle, MappedRegion, Region
+from evenstep.exchange.waiting import MOVING
 
 VARIABLE = "EVENSTEP_SHARED_MEMORY"
 """Environment variable; "0" on a rank lets all its samples go over the network."""
@@ -122,7 +123,7 @@ class Node:
                     process, handle, num_ranks=len(self.ranks), place=place
                 )
             except (FileNotFoundError, ProcessLookupError) as error:
-                raise PeerLostError([peer], doing="moving samples", cause=str(error)) from error
+                raise PeerLostError([peer], doing=MOVING, cause=str(error)) from error
             except Exception as error:
                 raise ExchangeError(
                     f"this rank cannot map {handle.nbytes} bytes of rank {peer}: {error}; raise "

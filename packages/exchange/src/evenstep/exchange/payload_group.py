@@ -11,12 +11,10 @@ import torch.distributed as dist
 from evenstep.exchange.errors import ExchangeError
 from evenstep.exchange.host_memory import CPU
 from evenstep.exchange.moves import Moves
-from evenstep.exchange.waiting import Patience, start_all_to_all
+from evenstep.exchange.waiting import MOVING, Patience, start_all_to_all
 
 WORD_BYTES = 8  # samples are padded to 8 bytes, so that fewer and wider elements move
 DEFAULT_CHUNK_BYTES = (1 << 31) - (1 << 20)  # under 2 GiB, where 32-bit counts would end
-
-_DOING = "moving samples"
 
 Piece: TypeAlias = tuple[slice, Sequence[int], slice, Sequence[int]]
 """Bytes received and their splits by source, bytes sent and their splits by destination."""
@@ -97,7 +95,7 @@ class PayloadGroup:
                 self._group,
                 recv_splits=[nbytes // WORD_BYTES for nbytes in recv_splits],
                 send_splits=[nbytes // WORD_BYTES for nbytes in send_splits],
-                doing=_DOING,
+                doing=MOVING,
             )
             for into, recv_splits, out_of, send_splits in pieces
         ]
@@ -118,7 +116,7 @@ class PayloadGroup:
     def _wait(self, work: dist.Work, patience: Patience) -> None:
         if self.device == CPU:
             assert self._group is not None
-            patience.wait(work, self._group, doing=_DOING)
+            patience.wait(work, self._group, doing=MOVING)
             return
         work.wait()
         with self.on_stream():

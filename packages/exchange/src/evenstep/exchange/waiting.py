@@ -22,6 +22,9 @@ from evenstep.exchange.errors import (
 
 logger = logging.getLogger(__name__)
 
+MOVING = "moving samples"
+"""What ranks do once they have committed to a plan, for errors, whichever way the samples go."""
+
 POLL_S = 0.2  # a wait inside Gloo holds signals back, and Ctrl-C must get through within a second
 _LET_GO_S = 0.05  # Gloo's threads need microseconds, if they get a core
 
