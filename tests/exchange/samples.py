@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 from unittest import mock
 
@@ -107,6 +107,6 @@ def shown(value: Any) -> Any:
     """A value that compares by content."""
     if isinstance(value, torch.Tensor):
         return (str(value.dtype), tuple(value.shape), value.tolist())
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: shown(item) for key, item in value.items()}
     return value

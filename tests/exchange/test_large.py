@@ -26,7 +26,7 @@ def _large_sample(rank: int, world_size: int, *, network: bool) -> list[tuple[in
     if rank == 0:
         samples[0]["bytes"][-1] = 7
         samples[0]["bytes"][1 << 31] = 5
-    offer = Offer(samples=samples, slot_counts=[len(samples)], costs=[1.0] * len(samples))  # type: ignore[arg-type] # tensors are leaves
+    offer = Offer(samples=samples, slot_counts=[len(samples)], costs=[1.0] * len(samples))
     with over_network() if network else nullcontext():
         transfer = exchange.prepare(exchange.agree(lambda: offer), _to_rank_1)
     transfer.launch()

@@ -91,8 +91,9 @@ def test_an_accelerator_s_path_gives_the_same_bytes(flat: TensorSample) -> None:
     layout = sample_layout(flat)
     tensors = [value for _, value in sorted(flat.items()) if value is not None]
     out = torch.full((layout.nbytes,), 7, dtype=torch.uint8)
-    run = (tensors, layout.placed, layout.nbytes)
-    _FieldsOfDevice([run], out.device).write(out)
+    fields = _FieldsOfDevice(out.device)
+    fields.add(tensors, layout.placed, layout.nbytes)
+    fields.write(out)
     assert torch.equal(out, pack_samples([flat]))
 
 
@@ -100,8 +101,9 @@ def test_an_accelerator_s_path_gives_the_same_bytes(flat: TensorSample) -> None:
 def test_an_accelerator_s_path_takes_odd_memory(name: str) -> None:
     layout = sample_layout({"x": ODD[name]})
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
-    run = ([ODD[name]], layout.placed, layout.nbytes)
-    _FieldsOfDevice([run], out.device).write(out)
+    fields = _FieldsOfDevice(out.device)
+    fields.add([ODD[name]], layout.placed, layout.nbytes)
+    fields.write(out)
     assert torch.equal(out, pack_samples([{"x": ODD[name]}]))
 
 

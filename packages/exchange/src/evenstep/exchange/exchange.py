@@ -22,10 +22,14 @@ from evenstep.exchange.rounds import Kind, Rounds, Setting
 from evenstep.exchange.schemas import check_same_schema
 from evenstep.exchange.transfer import Transfer
 from evenstep.exchange.waiting import Patience
-from evenstep.serialize import SampleLayout, TensorSample, fold_values, sample_layout
+from evenstep.serialize import SampleLayout, fold_values, sample_layout
 
 Plan: TypeAlias = Callable[[Agreement], Iterable[tuple[int, Route]]]
 """From what all ranks know, the same deliveries on every rank: (global index, route)."""
+
+_Offered: TypeAlias = tuple[
+    Offer, Sequence[Mapping[str, torch.Tensor | None]], Sequence[SampleLayout]
+]
 
 Check: TypeAlias = Callable[[Sequence[tuple[int, Placement]], Sequence[SampleLayout]], None]
 """Raises unless the samples that will be on this rank fit together.
@@ -106,7 +110,7 @@ class SampleExchange:
             ExchangeError: If peers are lost or late.
         """
 
-        def report() -> tuple[tuple[Offer, list[TensorSample], list[SampleLayout]], bytes]:
+        def report() -> tuple[_Offered, bytes]:
             offer = make_offer()
             with collection_paused():
                 samples = [fold_values(sample) for sample in offer.samples]

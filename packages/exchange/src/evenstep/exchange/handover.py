@@ -3,7 +3,7 @@
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from evenstep.exchange.moves import Moves
 from evenstep.exchange.node import Node
 from evenstep.exchange.shared_region import Handle, MappedRegion, Region
 from evenstep.exchange.waiting import MOVING, POLL_S, Patience
-from evenstep.serialize import SampleLayout, TensorSample, pack_samples
+from evenstep.serialize import SampleLayout, pack_samples
 
 _PAUSE_S = 0.0005
 
@@ -44,7 +44,7 @@ class Handover:
     def __init__(
         self,
         node: Node,
-        samples: Sequence[TensorSample],
+        samples: Sequence[Mapping[str, torch.Tensor | None]],
         layouts: Sequence[SampleLayout],
         moves: Moves,
         *,

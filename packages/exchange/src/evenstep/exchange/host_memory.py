@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -35,8 +36,10 @@ class HostMemory:
     def forget(self) -> None:
         """Start with nothing, as a forked child must: its parent's lock may have been held."""
         self._lock = threading.Lock()
-        self._returned: deque[mmap.mmap] = deque()  # what finalizers touch; they may run anywhere
-        self._free: list[mmap.mmap] = []
+        self._leases: dict[int, _Lease] = {}  # by id: they must live to hear of the tensors' end
+        self._ended: deque[_Lease] = deque()  # what their callback touches; it may run anywhere
+        self._free: dict[int, list[mmap.mmap]] = {}  # by size; the size used last is last
+        self._bytes_free = 0
         self._bytes_in_use = 0
         self._recent_peak = 0
 
@@ -51,27 +54,57 @@ class HostMemory:
         except (OSError, OverflowError):  # no memory: torch has the words for that
             return torch.empty(tuple(shape), dtype=dtype)
         # A buffer object of its own stands for this use: torch holds it while the tensor lives.
-        lease = (ctypes.c_char * len(region)).from_buffer(region)
-        weakref.finalize(lease, self._returned.append, region).atexit = False
-        return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+        buffer = _bytes_type(len(region)).from_buffer(region)
+        lease = _Lease(buffer, self._ended.append)
+        lease.region = region
+        self._leases[id(lease)] = lease
+        return torch.frombuffer(buffer, dtype=dtype, count=count).view(tuple(shape))
 
     def _take(self, nbytes: int) -> mmap.mmap:
         with self._lock:
-            while self._returned:
-                self._free.append(self._returned.popleft())
-                self._bytes_in_use -= len(self._free[-1])
-            fitting = (region for region in self._free if nbytes <= len(region) <= 2 * nbytes)
-            region = min(fitting, key=len, default=None)
-            if region is None:
-                region = _map(rounded(nbytes))
-            else:
-                self._free.remove(region)
+            self._take_back()
+            size = min([size for size in self._free if nbytes <= size <= 2 * nbytes], default=0)
+            region = self._reused(size) if size else _map(rounded(nbytes))
             self._bytes_in_use += len(region)
             fading = self._recent_peak - self._recent_peak // 1024  # half in some 700 takes
             self._recent_peak = max(self._bytes_in_use, fading)
-            while sum(map(len, self._free)) > _KEPT_SHARE * self._recent_peak:
-                del self._free[0]  # the one that was not wanted for longest
+            while self._bytes_free > _KEPT_SHARE * self._recent_peak:
+                self._drop()
             return region
+
+    def _take_back(self) -> None:
+        """Free the regions whose tensors are gone."""
+        while self._ended:
+            lease = self._ended.popleft()
+            del self._leases[id(lease)]
+            size = len(lease.region)
+            self._free.setdefault(size, []).append(lease.region)
+            self._bytes_free += size
+            self._bytes_in_use -= size
+
+    def _reused(self, size: int) -> mmap.mmap:
+        regions = self._free.pop(size)
+        region = regions.pop()
+        if regions:
+            self._free[size] = regions
+        self._bytes_free -= size
+        return region
+
+    def _drop(self) -> None:
+        """Unmap a region of the size that was not wanted for longest."""
+        size, regions = next(iter(self._free.items()))
+        del regions[0]
+        if not regions:
+            del self._free[size]
+        self._bytes_free -= size
+
+
+class _Lease(weakref.ref[ctypes.Array[ctypes.c_char]]):
+    """Tells the end of a buffer's use; lighter than `weakref.finalize`."""
+
+    __slots__ = ("region",)
+
+    region: mmap.mmap
 
 
 HOST_MEMORY = HostMemory()
@@ -79,6 +112,12 @@ HOST_MEMORY = HostMemory()
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=HOST_MEMORY.forget)
+
+
+@lru_cache(256)
+def _bytes_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Return the type of a buffer, which takes longer to make than the buffer itself."""
+    return ctypes.c_char * nbytes
 
 
 def rounded(nbytes: int) -> int:

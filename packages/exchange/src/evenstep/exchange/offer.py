@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from evenstep.serialize import FlatSample, SampleLayout, SampleSchema, TensorSample
+from evenstep.serialize import Leaf, SampleLayout, SampleSchema
 
 MAX_COSTS = 255
 """Costs per sample; the number travels in one byte."""
@@ -35,7 +35,7 @@ class Offer:
         ValueError: If counts do not match, or a cost is not a finite number >= 0.
     """
 
-    samples: Sequence[FlatSample]
+    samples: Sequence[Mapping[str, Leaf]]
     slot_counts: Sequence[int]
     costs: Sequence[Cost]
     exhausted: bool = False
@@ -102,7 +102,7 @@ class Agreement:
 
     reports: tuple[RankReport, ...]
     offer: Offer
-    samples: Sequence[TensorSample]
+    samples: Sequence[Mapping[str, Tensor | None]]
     layouts: Sequence[SampleLayout]
 
     @property

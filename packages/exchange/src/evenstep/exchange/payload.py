@@ -1,6 +1,6 @@
 """One window's bytes of this rank over the network: packed once, moved once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from evenstep.exchange.host_memory import CPU, HOST_MEMORY
 from evenstep.exchange.moves import Moves
 from evenstep.exchange.payload_group import PayloadGroup
 from evenstep.exchange.waiting import Patience
-from evenstep.serialize import SampleLayout, TensorSample, pack_samples
+from evenstep.serialize import SampleLayout, pack_samples
 
 
 class Payload:
@@ -29,7 +29,7 @@ class Payload:
     def __init__(
         self,
         group: PayloadGroup,
-        samples: Sequence[TensorSample],
+        samples: Sequence[Mapping[str, torch.Tensor | None]],
         layouts: Sequence[SampleLayout],
         moves: Moves,
         *,

@@ -1,7 +1,7 @@
 """The samples of one agreed plan on their way: packed, launched, and handed out."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import NamedTuple
 
@@ -17,11 +17,12 @@ from evenstep.exchange.payload_group import PayloadGroup
 from evenstep.exchange.waiting import Patience
 from evenstep.serialize import (
     VALUES_KEY,
-    FlatSample,
+    Leaf,
+    Manifest,
+    PackedSample,
+    PackedSamples,
     SampleLayout,
-    TensorSample,
     unfold_values,
-    unpack_samples,
 )
 
 
@@ -31,13 +32,13 @@ class Arrival(NamedTuple):
     Attributes:
         dst_slot: The micro-batch of the window.
         canonical_pos: Its place in the micro-batch over all ranks.
-        sample: The sample. If it came from another rank, its tensors are views of one receive
-            buffer, which lives as long as any of them.
+        sample: The sample, a dict unless it is borrowed. If it came from another rank, its tensors
+            are views of one receive buffer, which lives as long as any of them.
     """
 
     dst_slot: int
     canonical_pos: int
-    sample: FlatSample
+    sample: Mapping[str, Leaf]
 
 
 class Transfer:
@@ -87,7 +88,9 @@ class Transfer:
         self._handover = Handover(node, *self._outgoing(shared=True), moves, device=device)
         self.commitment = moves.digest + self._handover.message
 
-    def _outgoing(self, *, shared: bool) -> tuple[list[TensorSample], list[SampleLayout]]:
+    def _outgoing(
+        self, *, shared: bool
+    ) -> tuple[list[Mapping[str, torch.Tensor | None]], list[SampleLayout]]:
         """Return the samples that leave this rank one way, by destination, and their layouts."""
         chosen = [
             place.local_idx
@@ -125,8 +128,9 @@ class Transfer:
         On CUDA this makes the current stream wait, not the calling thread. Call it once.
 
         Args:
-            borrow: Hand out views of other ranks' memory where they share it with this one. They
-                are void once `release` is called, and a sender needs more memory until then.
+            borrow: Hand out samples that make views when asked for them, of other ranks' memory
+                where they share it with this one. They are void once `release` is called, and a
+                sender needs more memory until then.
 
         Raises:
             ExchangeError: If peers are lost or late.
@@ -134,14 +138,16 @@ class Transfer:
         received = self._payload.wait(self._patience)
         self._handover.wait(self._patience)
         kept = [self._agreement.offer.samples[place.local_idx] for place in self.moves.kept]
-        came = map(_with_values, self._unpacked(received, borrow=borrow))
+        came = map(_as_it_was, self._unpacked(received, borrow=borrow))
+        samples = [*kept, *came]
+        if not borrow:
+            samples = [{**sample} for sample in samples]
+            self.release()
         places = chain(self.moves.kept, [place for _, place in self._incoming])
         arrivals = [
             Arrival(place.dst_slot, place.canonical_pos, sample)
-            for place, sample in zip(places, chain(kept, came), strict=True)
+            for place, sample in zip(places, samples, strict=True)
         ]
-        if not borrow:
-            self.release()
         return sorted(arrivals, key=_slot_and_position)
 
     def settle(self) -> None:
@@ -156,7 +162,7 @@ class Transfer:
         """Give borrowed memory back; the receive buffer comes back once no tensor is on it."""
         self._handover.release()
 
-    def _unpacked(self, received: torch.Tensor, *, borrow: bool) -> Iterator[TensorSample]:
+    def _unpacked(self, received: torch.Tensor, *, borrow: bool) -> Iterator[PackedSample]:
         """Yield the samples that came, in the order of `_incoming`."""
         layouts = iter(self._incoming_layouts)
         remote, near = 0, []
@@ -166,25 +172,31 @@ class Transfer:
                 near.append((source, count))
             else:
                 remote += count
-        yield from unpack_samples(received, [*islice(layouts, remote)])
+        yield from _samples(received, islice(layouts, remote))
         for source, count in near:
             content = self._handover.bytes_from(source, borrow=borrow)
-            yield from unpack_samples(content, [*islice(layouts, count)])
+            yield from _samples(content, islice(layouts, count))
+
+
+def _samples(content: torch.Tensor, layouts: Iterable[SampleLayout]) -> PackedSamples:
+    return PackedSamples(Manifest(tuple(layouts)), content)
 
 
 def _slot_and_position(arrival: Arrival) -> tuple[int, int]:
     return arrival.dst_slot, arrival.canonical_pos
 
 
-def _with_values(sample: TensorSample) -> FlatSample:
+def _as_it_was(sample: PackedSample) -> Mapping[str, Leaf]:
     """Unfold the plain values, from bytes of their own: they shall not hold the whole buffer."""
-    values = sample.get(VALUES_KEY)
-    if values is not None:
-        sample[VALUES_KEY] = values.clone()
-    return unfold_values(sample)
+    if VALUES_KEY not in sample.layout.schema.places:
+        return sample
+    values = sample[VALUES_KEY]
+    return unfold_values({**sample, VALUES_KEY: None if values is None else values.clone()})
 
 
-def _device_of(samples: Sequence[TensorSample], *, default: torch.device) -> torch.device:
+def _device_of(
+    samples: Sequence[Mapping[str, torch.Tensor | None]], *, default: torch.device
+) -> torch.device:
     """Return where the samples' tensors are; `pack_samples` checks that it is one place."""
     tensors = (value for sample in samples for value in sample.values() if value is not None)
     return next((tensor.device for tensor in tensors), default)

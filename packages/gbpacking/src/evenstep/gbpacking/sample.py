@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 import torch
 
-from evenstep.serialize import FlatSample
+from evenstep.serialize import Leaf
 
 Sample: TypeAlias = dict[str, torch.Tensor]
 """One unpacked sample, or one micro-batch: tensors by name."""
@@ -149,7 +149,7 @@ def folding_collate(samples: Sequence[Sample]) -> list[Sample]:
     return [fold_alignment_padding(sample) for sample in samples]
 
 
-def tensors_of(sample: FlatSample) -> Sample:
+def tensors_of(sample: Mapping[str, Leaf]) -> Sample:
     """Return the tensors of a sample as it came from the exchange, which knows plain values too."""
     return {key: value for key, value in sample.items() if isinstance(value, torch.Tensor)}
 

@@ -3,18 +3,18 @@
 Nothing here communicates: `SampleExchange` executes what is planned here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, cast
 
 from evenstep.balance import Route, Strategy, build_window_route
 from evenstep.exchange import Agreement, Arrival, Offer, Placement
 from evenstep.reorder_buffer.agreement import check_agreement, check_schemas
 from evenstep.reorder_buffer.common_values import check_common_values, note_of
-from evenstep.reorder_buffer.cost import CostFunction, samples_with_costs
+from evenstep.reorder_buffer.cost import CostFunction, cut_with_costs
 from evenstep.reorder_buffer.layout import BatchLayout, BatchT, Layout
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
-from evenstep.serialize import FlatSample, SampleLayout
+from evenstep.serialize import Leaf, SampleLayout
 
 __all__ = ["WindowBalancer"]
 
@@ -65,13 +65,13 @@ class WindowBalancer(Generic[BatchT]):
         Raises:
             ValueError: If they differ in size, or a field or a cost is bad.
         """
-        samples: list[FlatSample] = []
+        samples: list[Mapping[str, Leaf]] = []
         costs: list[float] = []
         slot_counts: list[int] = []
-        firsts: list[FlatSample] = []
+        firsts: list[Mapping[str, Leaf]] = []
         for batch in batches:
             counts = None if self.image_count_of is None else self.image_count_of(batch)
-            flats, costs_of_slot = samples_with_costs(
+            flats, costs_of_slot = cut_with_costs(
                 batch, layout=self.layout, cost_of=self.cost_of, counts=counts
             )
             samples += flats
@@ -152,9 +152,11 @@ class WindowBalancer(Generic[BatchT]):
             arrivals: By slot and canonical position.
             num_slots: Number of micro-batches.
         """
-        slots: list[list[FlatSample]] = [[] for _ in range(num_slots)]
+        slots: list[list[Any]] = [[] for _ in range(num_slots)]
         for arrival in arrivals:
             slots[arrival.dst_slot].append(arrival.sample)
+        if isinstance(self.layout, BatchLayout) and not self.keeps_views:
+            return cast("list[BatchT]", self.layout.merge_each(slots))
         return [self.layout.merge(flats) for flats in slots]
 
     @property

@@ -188,6 +188,22 @@ def samples_with_costs(
     return flats, costs_of_samples(flats, cost_of)
 
 
+def cut_with_costs(
+    batch: BatchT, *, layout: Layout[BatchT], cost_of: CostFunction, counts: Counts | None = None
+) -> tuple[Sequence[Mapping[str, Leaf]], list[float]]:
+    """Return :func:`samples_with_costs`, the samples cut by arithmetic where that is possible."""
+    # A class derived from BatchLayout may cut in a way of its own.
+    kind: type = type(layout)
+    if kind is BatchLayout and isinstance(layout, BatchLayout) and isinstance(batch, Mapping):
+        read = layout.read(batch, counts=counts)
+        cut = read.cut()
+        if cut is not None:
+            if isinstance(cost_of, SampleCost):
+                return cut, cost_of.of_fields(read)
+            return cut, costs_of_samples([dict(sample) for sample in cut], cost_of)
+    return samples_with_costs(batch, layout=layout, cost_of=cost_of, counts=counts)
+
+
 def costs_of_samples(flats: Sequence[FlatSample], cost_of: CostFunction) -> list[float]:
     """Return ``cost_of`` of every sample as a checked float.
 

@@ -7,17 +7,26 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
+from evenstep.exchange import HOST_MEMORY
 from evenstep.reorder_buffer.columns import join_column
 from evenstep.reorder_buffer.field_kinds import (
     Batched,
     FieldKind,
+    Global,
     Items,
     Ragged,
     key_pattern,
 )
 from evenstep.reorder_buffer.item_counts import Counts, ItemCounter
 from evenstep.reorder_buffer.microbatch_fields import MicrobatchFields
-from evenstep.serialize import FlatSample, Leaf, flatten_nested, unflatten_nested
+from evenstep.serialize import (
+    FieldJoiner,
+    FlatSample,
+    LaidOutSample,
+    Leaf,
+    flatten_nested,
+    unflatten_nested,
+)
 
 __all__ = ["LANGUAGE_FIELDS", "BatchLayout", "BatchT", "Layout", "MicroBatch"]
 
@@ -179,7 +188,7 @@ class BatchLayout:
         """
         return self.read(batch, counts=counts).samples()
 
-    def merge(self, flats: Sequence[FlatSample]) -> MicroBatch:
+    def merge(self, flats: Sequence[Mapping[str, Leaf]]) -> MicroBatch:
         """Join samples to a micro-batch (inverse of :meth:`split`), copying each byte once.
 
         Args:
@@ -192,15 +201,42 @@ class BatchLayout:
         Raises:
             ValueError: If ``flats`` is empty, or samples disagree about a field, naming it.
         """
+        return self.merge_each([flats])[0]
+
+    def merge_each(self, slots: Sequence[Sequence[Mapping[str, Leaf]]]) -> list[MicroBatch]:
+        """Return :meth:`merge` of each of several micro-batches, copying for all at the end."""
+        merged, joiners = [], []
+        for flats in slots:
+            laid_out = [flat for flat in flats if isinstance(flat, LaidOutSample)]
+            joiner = None
+            if laid_out and len(laid_out) == len(flats):
+                joiner = FieldJoiner(laid_out, HOST_MEMORY.empty)
+                joiners.append(joiner)
+            merged.append(self._merged(flats, joiner))
+        for joiner in joiners:
+            joiner.copy()
+        return merged
+
+    def _merged(
+        self, flats: Sequence[Mapping[str, Leaf]], joiner: FieldJoiner | None
+    ) -> MicroBatch:
         if not flats:
             raise ValueError("flats is empty: a micro-batch needs at least one sample to merge.")
         keys: Iterable[str] = flats[0]
         if any(flat.keys() != flats[0].keys() for flat in flats):
             keys = self._all_keys(flats)
         with torch.no_grad():
-            return unflatten_nested({key: self._join(key, flats) for key in keys})
+            return unflatten_nested({key: self._join(key, flats, joiner) for key in keys})
 
-    def _join(self, key: str, flats: Sequence[FlatSample]) -> Leaf:
+    def _join(
+        self, key: str, flats: Sequence[Mapping[str, Leaf]], joiner: FieldJoiner | None
+    ) -> Leaf:
+        if joiner is not None and (ndim := joiner.ndim(key)):
+            kind = self.kind_of_dims(key, ndim)
+            if not isinstance(kind, Global):
+                dim = kind.dim % ndim if isinstance(kind, Batched) else 0
+                if (joined := joiner.join(key, dim)) is not None:
+                    return joined
         try:
             column = [flat[key] for flat in flats]
             owners: Sequence[int] = range(len(flats))
@@ -209,7 +245,7 @@ class BatchLayout:
             column = [flats[index][key] for index in owners]
         return join_column(key, column, self.kind_of(key, column[0]), owners)
 
-    def _all_keys(self, flats: Sequence[FlatSample]) -> list[str]:
+    def _all_keys(self, flats: Sequence[Mapping[str, Leaf]]) -> list[str]:
         """Return all keys of samples with different keys, which only ragged fields may lack."""
         present = dict.fromkeys(key for flat in flats for key in flat)
         keys = []

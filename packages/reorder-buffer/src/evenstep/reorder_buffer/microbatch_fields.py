@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from evenstep.reorder_buffer.columns import Column, is_indivisible, split_column
+from evenstep.reorder_buffer.cut_samples import CutField, CutSample, cut_field, cut_samples
 from evenstep.reorder_buffer.field_kinds import (
     Batched,
     FieldKind,
@@ -69,6 +70,25 @@ class MicrobatchFields:
         """Cut every field; return the samples in order, one value or view per field."""
         columns = [self._column(key, value) for key, value in self.fields.items()]
         return [dict(zip(self.fields, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def cut(self) -> list[CutSample] | None:
+        """Return :meth:`samples` cut by arithmetic; None unless all are tensors in host memory."""
+        cut: dict[str, CutField | None] = {}
+        for key, value in self.fields.items():
+            if value is None:
+                cut[key] = None
+                continue
+            if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                return None
+            kind = self._rules.kind_of(key, value)
+            dim, rows = None, [1] * self.size
+            if not (isinstance(kind, Global) or value.ndim == 0):
+                dim = kind.dim % value.ndim if isinstance(kind, Batched) else 0
+                rows = self.rows(key)
+            cut[key] = cut_field(value, dim, rows)
+            if cut[key] is None:
+                return None
+        return cut_samples(cut, self.size)
 
     def batch_dim(self, key: str) -> int | None:
         """Return the batch dim of a batched tensor that fits, None for every other field."""

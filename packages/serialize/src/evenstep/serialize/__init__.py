@@ -5,6 +5,7 @@ from evenstep.serialize.dtypes import ALIGNMENT
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.files import dump, load
 from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
+from evenstep.serialize.laid_out import FEW_ROWS, FieldJoiner, LaidOutSample, Part
 from evenstep.serialize.layout import TensorSample, sample_layout
 from evenstep.serialize.manifest import Manifest
 from evenstep.serialize.metadata import (
@@ -29,15 +30,19 @@ from evenstep.serialize.unpacking import unpack_sample, unpack_samples
 
 __all__ = [
     "ALIGNMENT",
+    "FEW_ROWS",
     "VALUES_KEY",
     "DecodeError",
+    "FieldJoiner",
     "FieldSpec",
     "FlatSample",
+    "LaidOutSample",
     "Leaf",
     "Manifest",
     "NestedSample",
     "PackedSample",
     "PackedSamples",
+    "Part",
     "SampleLayout",
     "SampleMeta",
     "SampleSchema",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from evenstep.serialize.document import dumps, loads
 from evenstep.serialize.errors import DecodeError
+from evenstep.serialize.laid_out import LaidOutSample
 from evenstep.serialize.layout import TensorSample
 from evenstep.serialize.nested import FlatSample, Leaf
 
@@ -15,7 +16,7 @@ VALUES_KEY = "\\values"
 """The key of the folded values. No nested key flattens to it: its backslash escapes nothing."""
 
 
-def fold_values(flat: FlatSample) -> TensorSample:
+def fold_values(flat: Mapping[str, Leaf]) -> Mapping[str, Tensor | None]:
     """Replace all plain values of a flat sample by one ``uint8`` tensor of their bytes.
 
     Args:
@@ -31,6 +32,8 @@ def fold_values(flat: FlatSample) -> TensorSample:
     """
     if VALUES_KEY in flat:
         raise ValueError(f"sample has the key {VALUES_KEY!r} already; unfold it, or rename the key")
+    if type(flat) is not dict and isinstance(flat, LaidOutSample):
+        return flat
     values = {key: value for key, value in flat.items() if not _is_tensor_or_none(value)}
     if not values:
         return cast("TensorSample", flat)

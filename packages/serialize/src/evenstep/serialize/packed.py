@@ -1,6 +1,6 @@
 """Many samples in one buffer, read lazily."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Sequence
 from typing import overload
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
+from evenstep.serialize.laid_out import FieldJoiner, LaidOutSample, Part
 from evenstep.serialize.layout import sample_layout
 from evenstep.serialize.manifest import Manifest
 from evenstep.serialize.nested import NestedSample, flatten_nested, unflatten_nested
@@ -16,7 +17,7 @@ from evenstep.serialize.schema import SampleLayout
 from evenstep.serialize.unpacking import FieldViews, sample_region
 
 
-class PackedSample(Mapping[str, Tensor | None]):
+class PackedSample(LaidOutSample):
     """One sample of a buffer: flat key -> view or ``None``, each view made when asked for.
 
     Plain values lie folded under ``VALUES_KEY``; :meth:`nested` puts them back.
@@ -30,24 +31,35 @@ class PackedSample(Mapping[str, Tensor | None]):
         self._start = start
 
     def __getitem__(self, key: str) -> Tensor | None:
-        for field in self._layout.placed:
-            if field.key == key:
-                return self._views.tensor(field, self._start)
-        if key in self._layout.schema.none_keys:
+        index = self._layout.schema.places[key]
+        if index is None:
             return None
-        raise KeyError(key)
+        return self._views.tensor(self._layout.placed[index], self._start)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._layout.schema.keys
-        yield from self._layout.schema.none_keys
+        return iter(self._layout.schema.places)
 
     def __len__(self) -> int:
-        return len(self._layout.placed) + len(self._layout.schema.none_keys)
+        return len(self._layout.schema.places)
+
+    def keys(self) -> KeysView[str]:
+        """Return the keys, sorted: those of tensors, then those of ``None``."""
+        return self._layout.schema.places.keys()
 
     @property
     def layout(self) -> SampleLayout:
         """Where each field lies in the sample."""
         return self._layout
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the buffer is in host memory."""
+        return self._views.address is not None
+
+    def part(self, index: int) -> Part:
+        """Return the address of the tensor of ``layout.placed[index]``; it is contiguous."""
+        assert self._views.address is not None
+        return self._views.address + self._start + self._layout.placed[index].offset, 0
 
     def nested(self) -> NestedSample:
         """Return the sample as it was packed; its tensors are views of the buffer.
@@ -107,6 +119,10 @@ class PackedSamples(Sequence[PackedSample]):
         index %= len(self)
         return PackedSample(self._views, self.manifest.layouts[index], self.manifest.offsets[index])
 
+    def __iter__(self) -> Iterator[PackedSample]:
+        for layout, start in zip(self.manifest.layouts, self.manifest.offsets, strict=False):
+            yield PackedSample(self._views, layout, start)
+
     def merge(self, key: str, indices: Iterable[int] | None = None, *, dim: int = 0) -> Tensor:
         """Concatenate one field of many samples, each byte copied once, from the buffer.
 
@@ -125,6 +141,13 @@ class PackedSamples(Sequence[PackedSample]):
         chosen = list(range(len(self)) if indices is None else indices)
         if not chosen:
             raise ValueError(f"no samples to merge {key!r} of; name one or more")
+        if dim >= 0:
+            samples = [self[index] for index in chosen]
+            joiner = FieldJoiner(samples, _empty)
+            joined = joiner.join(key, dim)
+            if joined is not None:
+                joiner.copy()
+                return joined
         tensors: list[Tensor] = []
         for index in chosen:
             tensor = self[index].get(key)
@@ -145,6 +168,10 @@ class PackedSamples(Sequence[PackedSample]):
             raise ValueError(
                 f"field {key!r} does not merge along dimension {dim}: {error}"
             ) from None
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def pack(samples: Iterable[NestedSample], *, out: Tensor | None = None) -> PackedSamples:

@@ -2,8 +2,6 @@
 
 import contextlib
 import ctypes
-import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias, cast
 
@@ -11,16 +9,10 @@ import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT, DTYPES
+from evenstep.serialize.laid_out import FEW_ROWS, LaidOutSample, copy_all, largest_memmove
 from evenstep.serialize.layout import meta_refusal, sample_layout
 from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
-
-# Above this size Tensor.copy_ with several threads beats memmove, which has one, but starts within
-# 0.5 us where a view and a copy_ take 5 us.
-_LARGE_NBYTES = 1 << 20
-
-# Up to so many rows of a tensor are copied with a memmove each, rather than with one copy_.
-_FEW_ROWS = 16
 
 # The dtypes that can have conjugate or negative views, which are not what their memory says.
 _MAYBE_LAZY = frozenset(
@@ -67,12 +59,24 @@ def pack_samples(
     device = _device_of(flats) if out is None else out.device
     if layouts is None:
         # One after the other, so that a sample's tensors are read while they are in the cache.
-        runs = _runs(flats, map(sample_layout, flats))
+        found: Iterable[SampleLayout] = map(sample_layout, flats)
     elif len(layouts) == len(flats):
-        runs = _runs(flats, _checked(flats, layouts))
+        found = _checked(flats, layouts)
     else:
         raise ValueError(f"{len(layouts)} layouts for {len(flats)} samples; give one for each")
-    fields = _FieldsOfHost(runs) if device.type == "cpu" else _FieldsOfDevice(runs, device)
+    runs = zip(flats, found, strict=True)
+    fields: _FieldsOfHost | _FieldsOfDevice
+    if device.type == "cpu":
+        fields = _FieldsOfHost()
+        for flat, layout in runs:
+            if type(flat) is not dict and isinstance(flat, LaidOutSample) and flat.is_cpu:
+                fields.add_parts(flat)
+            else:
+                fields.add(*_run(flat, layout))
+    else:
+        fields = _FieldsOfDevice(device)
+        for flat, layout in runs:
+            fields.add(*_run(flat, layout))
     if out is None:
         out = torch.empty(fields.nbytes, dtype=torch.uint8, device=device)
     else:
@@ -84,6 +88,8 @@ def pack_samples(
 def _device_of(flats: Iterable[Mapping[str, Tensor | None]]) -> torch.device:
     """Return the device of the first tensor."""
     for flat in flats:
+        if isinstance(flat, LaidOutSample) and flat.is_cpu:
+            return torch.device("cpu")
         for value in flat.values():
             if isinstance(value, Tensor):  # anything else is refused with its key later
                 return value.device
@@ -118,13 +124,9 @@ def _check_layout(index: int, flat: Mapping[str, Tensor | None], layout: SampleL
         raise ValueError(f"sample {index} has other keys than its layout: {list(flat)}")
 
 
-def _runs(
-    flats: Sequence[Mapping[str, Tensor | None]], layouts: Iterable[SampleLayout]
-) -> Iterator[Run]:
-    """Yield the run of each sample."""
-    for flat, layout in zip(flats, layouts, strict=True):
-        tensors = [flat.get(field.key) for field in layout.placed]
-        yield cast("list[Tensor]", tensors), layout.placed, layout.nbytes
+def _run(flat: Mapping[str, Tensor | None], layout: SampleLayout) -> Run:
+    tensors = [flat.get(field.key) for field in layout.placed]
+    return cast("list[Tensor]", tensors), layout.placed, layout.nbytes
 
 
 def _check_out(out: Tensor, nbytes: int) -> None:
@@ -154,7 +156,8 @@ def write_fields(out: Tensor, run: Run) -> None:
     Raises:
         ValueError: If a tensor lies on another device.
     """
-    fields = _FieldsOfHost([run]) if out.is_cpu else _FieldsOfDevice([run], out.device)
+    fields = _FieldsOfHost() if out.is_cpu else _FieldsOfDevice(out.device)
+    fields.add(*run)
     fields.write(out)
 
 
@@ -164,34 +167,58 @@ class _FieldsOfHost:
     The tensors must stay as they are in between.
     """
 
-    __slots__ = ("_ends", "_others", "_places", "_sizes", "_sources", "nbytes")
+    __slots__ = ("_ends", "_limit", "_others", "_places", "_sizes", "_sources", "nbytes")
 
-    def __init__(self, runs: Iterable[Run]) -> None:
+    def __init__(self) -> None:
+        self.nbytes = 0
         self._places: list[int] = []
         self._sources: list[int] = []
         self._sizes: list[int] = []
         self._others: list[tuple[int, int, Tensor]] = []  # what memmove cannot copy, or not as fast
         self._ends: list[int] = []  # where padding begins
-        limit = _LARGE_NBYTES if torch.get_num_threads() > 1 else sys.maxsize
-        start = 0
-        for tensors, placed, run_nbytes in runs:
-            for tensor, (key, dtype, _, _, _, offset, nbytes) in zip(tensors, placed, strict=True):
-                if not tensor.is_cpu:
-                    raise ValueError(_device_rule(key, tensor, "cpu"))
-                place = start + offset
-                lazy = dtype in _MAYBE_LAZY and (
-                    tensor.is_neg() or (dtype.is_complex and tensor.is_conj())
-                )
-                if nbytes <= limit and not lazy and tensor.is_contiguous():
-                    self._places.append(place)
-                    self._sources.append(tensor.data_ptr())
-                    self._sizes.append(nbytes)
-                elif nbytes > limit or lazy or not self._add_rows(place, tensor):
-                    self._others.append((place, nbytes, tensor))
-                if nbytes % ALIGNMENT:
-                    self._ends.append(place + nbytes)
-            start += run_nbytes
-        self.nbytes = start
+        self._limit = largest_memmove()
+
+    def add(
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedField], run_nbytes: int
+    ) -> None:
+        """Add a run."""
+        start, limit = self.nbytes, self._limit
+        for tensor, (key, dtype, _, _, _, offset, nbytes) in zip(tensors, placed, strict=True):
+            if not tensor.is_cpu:
+                raise ValueError(_device_rule(key, tensor, "cpu"))
+            place = start + offset
+            lazy = dtype in _MAYBE_LAZY and (
+                tensor.is_neg() or (dtype.is_complex and tensor.is_conj())
+            )
+            if nbytes <= limit and not lazy and tensor.is_contiguous():
+                self._places.append(place)
+                self._sources.append(tensor.data_ptr())
+                self._sizes.append(nbytes)
+            elif nbytes > limit or lazy or not self._add_rows(place, tensor):
+                self._others.append((place, nbytes, tensor))
+            if nbytes % ALIGNMENT:
+                self._ends.append(place + nbytes)
+        self.nbytes += run_nbytes
+
+    def add_parts(self, sample: LaidOutSample) -> None:
+        """Add the tensors of a sample by their addresses."""
+        layout, start = sample.layout, self.nbytes
+        for index, field in enumerate(layout.placed):
+            place, nbytes = start + field.offset, field.nbytes
+            source, step = sample.part(index)
+            if nbytes > self._limit:
+                tensor = sample[field.key]
+                assert tensor is not None
+                self._others.append((place, nbytes, tensor))
+            elif step:
+                self._add_each_row(place, source, step, field.shape[0], nbytes // field.shape[0])
+            else:
+                self._places.append(place)
+                self._sources.append(source)
+                self._sizes.append(nbytes)
+            if nbytes % ALIGNMENT:
+                self._ends.append(place + nbytes)
+        self.nbytes += layout.nbytes
 
     def _add_rows(self, place: int, tensor: Tensor) -> bool:
         """Add the rows of a tensor if they are few and contiguous, as position ids [3, 1, n]."""
@@ -202,21 +229,22 @@ class _FieldsOfHost:
             if size != 1 and stride != span:
                 return False
             span *= size
-        row_nbytes = span * tensor.itemsize
-        if num_rows > _FEW_ROWS:
+        if num_rows > FEW_ROWS:
             return False
-        start = tensor.data_ptr()
-        for row in range(num_rows):
-            self._places.append(place + row * row_nbytes)
-            self._sources.append(start + row * step * tensor.itemsize)
-            self._sizes.append(row_nbytes)
+        itemsize = tensor.itemsize
+        self._add_each_row(place, tensor.data_ptr(), step * itemsize, num_rows, span * itemsize)
         return True
+
+    def _add_each_row(self, place: int, source: int, step: int, num_rows: int, nbytes: int) -> None:
+        for row in range(num_rows):
+            self._places.append(place + row * nbytes)
+            self._sources.append(source + row * step)
+            self._sizes.append(nbytes)
 
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""
         base = out.data_ptr()
-        # A map takes half the time of a loop, which for small fields is most of the time.
-        deque(map(ctypes.memmove, map(base.__add__, self._places), self._sources, self._sizes), 0)
+        copy_all([base + place for place in self._places], self._sources, self._sizes)
         with torch.no_grad():
             for place, nbytes, tensor in self._others:
                 bits = resolved(tensor).view(_BITS[tensor.dtype.itemsize])
@@ -229,20 +257,25 @@ class _FieldsOfHost:
 class _FieldsOfDevice:
     """The tensors of samples on an accelerator, joined with one ``torch.cat``: few launches."""
 
-    __slots__ = ("_pieces", "nbytes")
+    __slots__ = ("_device", "_padding", "_pieces", "nbytes")
 
-    def __init__(self, runs: Iterable[Run], device: torch.device) -> None:
-        padding = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-        self._pieces: list[Tensor] = []
+    def __init__(self, device: torch.device) -> None:
         self.nbytes = 0
-        for tensors, placed, run_nbytes in runs:
-            for tensor, field in zip(tensors, placed, strict=True):
-                if tensor.is_meta or tensor.device != device:
-                    raise ValueError(_device_rule(field.key, tensor, str(device)))
-                # Views cost no launch; only a tensor that is not contiguous is copied here.
-                self._pieces.append(resolved(tensor).contiguous().view(-1).view(torch.uint8))
-                self._pieces.append(padding[: -field.nbytes % ALIGNMENT])
-            self.nbytes += run_nbytes
+        self._device = device
+        self._padding = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
+        self._pieces: list[Tensor] = []
+
+    def add(
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedField], run_nbytes: int
+    ) -> None:
+        """Add a run."""
+        for tensor, field in zip(tensors, placed, strict=True):
+            if tensor.is_meta or tensor.device != self._device:
+                raise ValueError(_device_rule(field.key, tensor, str(self._device)))
+            # Views cost no launch; only a tensor that is not contiguous is copied here.
+            self._pieces.append(resolved(tensor).contiguous().view(-1).view(torch.uint8))
+            self._pieces.append(self._padding[: -field.nbytes % ALIGNMENT])
+        self.nbytes += run_nbytes
 
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""

@@ -1,6 +1,6 @@
 """What samples have in common, the schema, and where a sample's bytes lie, the layout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -50,6 +50,7 @@ class SampleSchema:
     Attributes:
         fields: The tensors, sorted by key (by Unicode code point, as ``sorted`` does).
         none_keys: The keys whose value is ``None``, sorted.
+        places: By key, the index in ``fields``, and ``None`` for each of ``none_keys``.
 
     Raises:
         ValueError: If the keys are not sorted, one occurs twice, or there are more than
@@ -58,6 +59,7 @@ class SampleSchema:
 
     fields: tuple[FieldSpec, ...]
     none_keys: tuple[str, ...] = ()
+    places: Mapping[str, int | None] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         field_keys = self.keys
@@ -70,6 +72,9 @@ class SampleSchema:
             raise ValueError(f"key {min(both)!r} is both a tensor and None")
         if len(field_keys) + len(self.none_keys) > MAX_FIELDS:
             raise ValueError(f"sample has more than {MAX_FIELDS} keys; nest values in one tensor")
+        places: dict[str, int | None] = {key: i for i, key in enumerate(field_keys)}
+        places.update(dict.fromkeys(self.none_keys))
+        object.__setattr__(self, "places", places)
 
     @property
     def keys(self) -> tuple[str, ...]:

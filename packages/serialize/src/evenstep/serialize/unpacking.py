@@ -87,11 +87,15 @@ class FieldViews:
 
     Args:
         region: From :func:`sample_region`.
+
+    Attributes:
+        address: Of the region; None if it is not in host memory.
     """
 
-    __slots__ = ("_region", "_start", "_typed")
+    __slots__ = ("_region", "_start", "_typed", "address")
 
     def __init__(self, region: Tensor) -> None:
+        self.address = region.data_ptr() if region.is_cpu else None
         self._region = region
         self._start = region.storage_offset()
         self._typed: dict[torch.dtype, Tensor] = {}

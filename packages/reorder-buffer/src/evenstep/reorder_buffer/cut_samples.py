@@ -1,0 +1,163 @@
+"""The samples of a micro-batch in host memory, cut by arithmetic: no tensor for each field."""
+
+from collections.abc import Iterator, KeysView, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import TypeAlias
+
+import torch
+
+from evenstep.serialize import FEW_ROWS, LaidOutSample, Part, SampleLayout, sample_layout
+
+__all__ = ["CutField", "CutSample", "cut_field", "cut_samples"]
+
+
+Form: TypeAlias = tuple[torch.dtype, *tuple[int, ...]]
+
+_MAX_KNOWN = 4096  # layouts of one form; a layout takes a few KB
+
+
+class CutField:
+    """One tensor of a micro-batch and where each sample's part of it lies.
+
+    Args:
+        tensor: The tensor, detached.
+        dim: The dim that has the rows; None if the whole tensor is every sample's.
+        rows: Rows of each sample.
+        parts: Where each sample's part lies.
+    """
+
+    __slots__ = ("_dim", "_starts", "_tensor", "parts", "rows")
+
+    def __init__(
+        self, tensor: torch.Tensor, dim: int | None, rows: Sequence[int], parts: Sequence[Part]
+    ) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._starts = [*accumulate(rows, initial=0)]
+        self.rows, self.parts = rows, parts
+
+    @property
+    def form(self) -> Form:
+        """All that the layouts of samples depend on, besides their rows."""
+        shape = [*self._tensor.shape]
+        if self._dim is not None:
+            shape[self._dim] = -1
+        return self._tensor.dtype, *shape
+
+    def view(self, index: int) -> torch.Tensor:
+        """Return the part of one sample."""
+        if self._dim is None:
+            return self._tensor
+        return self._tensor.narrow(self._dim, self._starts[index], self.rows[index])
+
+
+def cut_field(tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> CutField | None:
+    """Cut a tensor, or return None if its parts are not a few contiguous rows of host memory.
+
+    Args:
+        tensor: The tensor, whose rows the caller has checked against ``rows``.
+        dim: The dim that has the rows, >= 0; None if the whole tensor is every sample's.
+        rows: Rows of each sample.
+    """
+    plain = type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.is_nested
+    if not plain or tensor.is_neg() or tensor.is_conj():
+        return None
+    tensor, itemsize, start = tensor.detach(), tensor.itemsize, tensor.data_ptr()
+    if dim is None:
+        whole = [(start, 0)] * len(rows)
+        return CutField(tensor, dim, rows, whole) if tensor.is_contiguous() else None
+    if dim > 1 or not tensor.is_contiguous():
+        return None
+    step = 0  # if there is one row of them, it is contiguous
+    if dim == 1 and tensor.shape[0] != 1 and tensor.numel():
+        if tensor.shape[0] > FEW_ROWS:
+            return None
+        step = tensor.stride(0) * itemsize
+    nbytes = tensor.stride(dim) * itemsize
+    parts = [(start + first * nbytes, step) for first in accumulate(rows[:-1], initial=0)]
+    return CutField(tensor, dim, rows, parts)
+
+
+@lru_cache(64)
+def _known_layouts(
+    form: tuple[tuple[str, Form | None], ...],  # noqa: ARG001 # the key of the cache
+) -> dict[tuple[int, ...], SampleLayout]:
+    """Return where to keep the layouts of samples that differ in their rows alone."""
+    return {}
+
+
+class _Batch:
+    """What the samples of one micro-batch share."""
+
+    __slots__ = ("by_place", "fields", "layouts")
+
+    def __init__(self, fields: Mapping[str, CutField | None], size: int) -> None:
+        self.fields = fields
+        cut = {key: field for key, field in fields.items() if field is not None}
+        self.by_place = [cut[key] for key in sorted(cut)]
+        form = tuple([(key, field and field.form) for key, field in fields.items()])
+        known = _known_layouts(form)
+        self.layouts: list[SampleLayout] = []
+        all_rows = [field.rows for field in self.by_place]
+        for index, rows in enumerate(zip(*all_rows, strict=True) if all_rows else [()] * size):
+            if (layout := known.get(rows)) is None:
+                if len(known) >= _MAX_KNOWN:
+                    known.clear()
+                layout = known[rows] = sample_layout(self.views(index))
+            self.layouts.append(layout)
+
+    def views(self, index: int) -> dict[str, torch.Tensor | None]:
+        return {
+            key: None if field is None else field.view(index) for key, field in self.fields.items()
+        }
+
+
+class CutSample(LaidOutSample):
+    """One sample of a micro-batch: flat key -> view or None, each view made when asked for."""
+
+    __slots__ = ("_batch", "_index")
+
+    def __init__(self, batch: _Batch, index: int) -> None:
+        self._batch, self._index = batch, index
+
+    def __getitem__(self, key: str) -> torch.Tensor | None:
+        field = self._batch.fields[key]
+        return None if field is None else field.view(self._index)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batch.fields)
+
+    def __len__(self) -> int:
+        return len(self._batch.fields)
+
+    def keys(self) -> KeysView[str]:
+        """Return the keys in the order of the micro-batch."""
+        return self._batch.fields.keys()
+
+    @property
+    def layout(self) -> SampleLayout:
+        """The layout that the sample has once packed."""
+        return self._batch.layouts[self._index]
+
+    @property
+    def is_cpu(self) -> bool:
+        """True: what lies elsewhere is not cut in this way."""
+        return True
+
+    def part(self, index: int) -> Part:
+        """Return where the tensor of ``layout.placed[index]`` lies."""
+        return self._batch.by_place[index].parts[self._index]
+
+
+def cut_samples(fields: Mapping[str, CutField | None], size: int) -> list[CutSample]:
+    """Return the samples of a micro-batch in order.
+
+    Args:
+        fields: Its fields by flat key; None where the value is None.
+        size: Number of samples.
+
+    Raises:
+        ValueError: If a field has a dtype that cannot be sent, naming it.
+    """
+    batch = _Batch(fields, size)
+    return [CutSample(batch, index) for index in range(size)]
