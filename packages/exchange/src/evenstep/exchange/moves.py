@@ -1,5 +1,6 @@
 """Which samples a rank keeps, sends and receives: pure, from a plan and the samples' sizes."""
 
+import ctypes
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
@@ -93,14 +94,17 @@ def plan_moves(
     # The columns of all samples of the window are tensors; only this rank's become tuples.
     table = array("q", chain.from_iterable((index, *route) for index, route in deliveries))
     index, slot, owner, position = _as_tensor(table).view(-1, 4).unbind(1)
-    _check(index, owner, len(holders), world_size)
-    (holder, local), size = holders[index].unbind(1), nbytes[index]
+    if not torch.equal(index, torch.arange(len(holders))):  # not each sample once, in order
+        _check_coverage(index, owner, len(holders), world_size)
+        holders, nbytes = holders[index], nbytes[index]
+    _check_owners(owner, world_size)
+    holder, local = holders.unbind(1)
     kept: list[Placement] = []
     sends: list[list[Placement]] = [[] for _ in range(world_size)]
     receives: list[list[Placement]] = [[] for _ in range(world_size)]
     send_splits, recv_splits = [0] * world_size, [0] * world_size
     mine = ((holder == rank) | (owner == rank)).nonzero().view(-1)
-    columns = torch.stack([holder, owner, size, slot, position, local])[:, mine]
+    columns = torch.stack([holder, owner, nbytes, slot, position, local])[:, mine]
     for source, to, count, *place in columns.t().tolist():
         if source == to:
             kept.append(Placement(*place))
@@ -110,10 +114,10 @@ def plan_moves(
         else:
             receives[source].append(Placement(*place))
             recv_splits[source] += count
-    moves = holder != owner
-    pairs = _Pairs.of((holder * world_size + owner)[moves], size[moves], world_size)
     hosts = hosts or range(world_size)
-    remote = pairs.between(torch.tensor(hosts))
+    host = torch.tensor(hosts)
+    apart = (host[holder] != host[owner]).nonzero().view(-1)
+    remote = _Pairs.of((holder * world_size + owner)[apart], nbytes[apart], world_size)
     return Moves(
         kept=tuple(sorted(kept)),
         sends=tuple([tuple(sorted(places)) for places in sends]),
@@ -123,12 +127,12 @@ def plan_moves(
         shared=tuple([host == hosts[rank] and peer != rank for peer, host in enumerate(hosts)]),
         shift_peaks=remote.shift_peaks(),
         peak_total=remote.peak_total(),
-        digest=_digest(table, pairs),
+        digest=_digest(table, holders, nbytes),
     )
 
 
 class _Pairs(NamedTuple):
-    """The pairs of different ranks between which bytes move, ascending: int64 tensors."""
+    """The pairs of ranks between which bytes go over the network, ascending: int64 tensors."""
 
     sender: Tensor
     receiver: Tensor
@@ -142,19 +146,17 @@ class _Pairs(NamedTuple):
         total = torch.zeros_like(distinct).index_add_(0, where, nbytes)
         return cls(distinct // world_size, distinct % world_size, total, world_size)
 
-    def between(self, hosts: Tensor) -> "_Pairs":
-        """Return the pairs of ranks with different hosts; int64 [ranks]."""
-        apart = hosts[self.sender] != hosts[self.receiver]
-        sender, receiver, nbytes = self.sender[apart], self.receiver[apart], self.nbytes[apart]
-        return _Pairs(sender, receiver, nbytes, self.world_size)
-
     def shift_peaks(self) -> tuple[int, ...]:
         """Return the most bytes of a pair at each distance."""
+        if not len(self.nbytes):
+            return (0,) * self.world_size
         shift = (self.receiver - self.sender) % self.world_size
         return tuple(self._zeros().scatter_reduce_(0, shift, self.nbytes, "amax").tolist())
 
     def peak_total(self) -> int:
         """Return the most bytes of a rank in one direction."""
+        if not len(self.nbytes):
+            return 0
         sent, received = (
             self._zeros().index_add_(0, side, self.nbytes) for side in (self.sender, self.receiver)
         )
@@ -168,16 +170,19 @@ def _as_tensor(values: "array[int]") -> Tensor:
     return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0).long()
 
 
-def _check(index: Tensor, owner: Tensor, num_samples: int, world_size: int) -> None:
-    if len(index) == 0 and num_samples == 0:
+def _check_owners(owner: Tensor, world_size: int) -> None:
+    if not len(owner):
         return
-    if not len(index):
-        raise RuntimeError(f"the plan names no sample; there are {num_samples}")
     first, last = map(int, owner.aminmax())
     if not 0 <= first <= last < world_size:
         raise RuntimeError(
             f"the plan names owner ranks {first} to {last} in a group of {world_size}"
         )
+
+
+def _check_coverage(index: Tensor, owner: Tensor, num_samples: int, world_size: int) -> None:
+    if not len(index):
+        raise RuntimeError(f"the plan names no sample; there are {num_samples}")
     first, last = map(int, index.aminmax())
     if not 0 <= first <= last < num_samples:
         raise RuntimeError(f"the plan names samples {first} to {last}; there are {num_samples}")
@@ -191,8 +196,9 @@ def _check(index: Tensor, owner: Tensor, num_samples: int, world_size: int) -> N
         raise RuntimeError("the plan delivers a sample twice to one rank")
 
 
-def _digest(table: "array[int]", pairs: _Pairs) -> bytes:
+def _digest(table: "array[int]", holders: Tensor, nbytes: Tensor) -> bytes:
+    """Return a digest of who holds what, how large it is, and where it goes."""
     digest = hashlib.blake2b(table, digest_size=DIGEST_BYTES)
-    for column in (pairs.sender, pairs.receiver, pairs.nbytes):
-        digest.update(array("q", column.tolist()))
+    for column in (holders.contiguous(), nbytes.contiguous()):
+        digest.update(ctypes.string_at(column.data_ptr(), column.nbytes))
     return digest.digest()

@@ -3,11 +3,13 @@
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 
 from evenstep.exchange.errors import ExchangeError
+from evenstep.exchange.garbage import collection_paused
 from evenstep.exchange.handover import Handover
 from evenstep.exchange.moves import DIGEST_BYTES, Moves, Placement
 from evenstep.exchange.node import Node
@@ -24,6 +26,8 @@ from evenstep.serialize import (
     SampleLayout,
     unfold_values,
 )
+
+_SLOT_AND_POSITION = itemgetter(0, 1)
 
 
 class Arrival(NamedTuple):
@@ -138,17 +142,17 @@ class Transfer:
         received = self._payload.wait(self._patience)
         self._handover.wait(self._patience)
         kept = [self._agreement.offer.samples[place.local_idx] for place in self.moves.kept]
-        came = map(_as_it_was, self._unpacked(received, borrow=borrow))
-        samples = [*kept, *came]
-        if not borrow:
-            samples = [{**sample} for sample in samples]
-            self.release()
-        places = chain(self.moves.kept, [place for _, place in self._incoming])
-        arrivals = [
-            Arrival(place.dst_slot, place.canonical_pos, sample)
-            for place, sample in zip(places, samples, strict=True)
-        ]
-        return sorted(arrivals, key=_slot_and_position)
+        with collection_paused():
+            samples = [*kept, *map(_as_it_was, self._unpacked(received, borrow=borrow))]
+            if not borrow:
+                samples = [{**sample} for sample in samples]
+                self.release()
+            places = chain(self.moves.kept, [place for _, place in self._incoming])
+            arrivals = [
+                Arrival(place.dst_slot, place.canonical_pos, sample)
+                for place, sample in zip(places, samples, strict=True)
+            ]
+        return sorted(arrivals, key=_SLOT_AND_POSITION)
 
     def settle(self) -> None:
         """Wait until the peers have this rank's samples, or cannot get them; give up its own."""
@@ -180,10 +184,6 @@ class Transfer:
 
 def _samples(content: torch.Tensor, layouts: Iterable[SampleLayout]) -> PackedSamples:
     return PackedSamples(Manifest(tuple(layouts)), content)
-
-
-def _slot_and_position(arrival: Arrival) -> tuple[int, int]:
-    return arrival.dst_slot, arrival.canonical_pos
 
 
 def _as_it_was(sample: PackedSample) -> Mapping[str, Leaf]:

@@ -137,8 +137,12 @@ class WindowBalancer(Generic[BatchT]):
         """
         if not isinstance(self.layout, BatchLayout):
             return
-        for slot in sorted({place.dst_slot for _, place in arriving}):
-            members = [i for i, (_, place) in enumerate(arriving) if place.dst_slot == slot]
+        # By slot, the first sample of each layout: few layouts repeat over many samples.
+        slots: dict[int, dict[int, int]] = {}
+        for i, (_, place) in enumerate(arriving):
+            slots.setdefault(place.dst_slot, {}).setdefault(id(layouts[i]), i)
+        for slot in sorted(slots):
+            members = slots[slot].values()
             check_agreement(
                 self.layout,
                 [layouts[i] for i in members],
