@@ -32,7 +32,10 @@ PATIENCE = (3.0, 2.0, 8.0)
 start."""
 
 THOROUGH = 512
-"""Samples up to which all starts are made, and the one that moves least is improved further."""
+"""Samples up to which the placement is improved further, and from `SMALL` on all starts are made."""
+
+SMALL = 64
+"""Samples up to which one start comes within 1 % of what the best of all moves."""
 
 LARGEST = 3
 """Most samples that a group gives in one exchange."""
@@ -76,7 +79,7 @@ def least_move_groups(
     few = len(costs) <= THOROUGH
     found = []
     reached: list[list[int]] = []  # most starts come to the same placement
-    for patience in PATIENCE if few else PATIENCE[:1]:
+    for patience in PATIENCE if few and len(costs) > SMALL else PATIENCE[:1]:
         search = _Search(Placement(costs, homes, at_home, groups_per_node), limit)
         search.seat_tight_groups()
         placement = search.placement
