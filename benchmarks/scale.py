@@ -25,8 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._report import Row, report, row
 from benchmarks.workloads import receipt_patches, receipts_samples
 from evenstep.balance import build_window_route
-from evenstep.exchange import Agreement, Moves, Offer, plan_moves
-from evenstep.exchange.garbage import collection_paused
+from evenstep.exchange import Agreement, Moves, Offer, collection_paused, plan_moves
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
 from evenstep.exchange.schemas import check_same_schema
 from evenstep.serialize import SampleLayout, sample_layout

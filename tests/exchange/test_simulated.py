@@ -1,6 +1,9 @@
 """All ranks in one process: their plans, their bytes, and an all-to-all made of copies."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
@@ -105,6 +108,61 @@ def test_host_memory_keeps_no_more_than_was_in_use() -> None:
     memory.empty([1 << 20], torch.uint8)
     kept = sum(size * len(regions) for size, regions in memory._free.items())
     assert kept == memory._bytes_free <= 1.25 * (16 << 20)
+
+
+def _spans(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return where tensors begin and end, sorted."""
+    return sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 40) | st.none(), max_size=40), st.randoms(use_true_random=False))
+def test_host_memory_in_use_is_not_handed_out_twice(
+    wanted: list[int | None], random: Random
+) -> None:
+    memory = HostMemory()
+    held: list[torch.Tensor] = []
+    for pages in wanted:
+        if pages is not None:
+            held.append(memory.empty([(1 << 17) + (pages << 14)], torch.uint8))
+        elif held:
+            held.pop(random.randrange(len(held)))
+        assert all(end <= start for (_, end), (start, _) in pairwise(_spans(held)))
+    memory._take_back()
+    regions = [lease.region for lease in memory._leases.values()]
+    assert len(regions) == len(held)
+    assert sum(map(len, regions)) == memory._bytes_in_use
+
+
+def test_host_memory_serves_many_threads() -> None:
+    memory = HostMemory()
+
+    def fill(mark: int) -> bool:
+        """Return whether what this thread writes stays until it looks."""
+        unharmed = True
+        for turn in range(60):
+            first = memory.empty([1 << 17], torch.uint8).fill_(mark)
+            second = memory.empty([(1 << 17) + (turn << 10)], torch.uint8).fill_(mark + 1)
+            unharmed &= bool((first == mark).all() & (second == mark + 1).all())
+        return unharmed
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(fill, range(0, 16, 2)))
+    memory._take_back()
+    assert memory._bytes_in_use == len(memory._leases) == 0
+
+
+def test_host_memory_forgets_what_was_in_use_before_a_fork() -> None:
+    memory = HostMemory()
+    inherited = memory.empty([1 << 20], torch.uint8).fill_(3)
+    memory.forget()  # as in the child
+    own = memory.empty([1 << 20], torch.uint8).fill_(4)
+    assert own.data_ptr() != inherited.data_ptr()
+    assert bool((inherited == 3).all())
+    del inherited
+    memory._take_back()
+    assert memory._bytes_free == 0  # it belongs to the parent
+    assert memory._bytes_in_use == own.nbytes
 
 
 @pytest.mark.parametrize("shape", [[0], [], [2, 0, 3], [7], [1 << 18, 2]])

@@ -32,7 +32,7 @@ PATIENCE = (3.0, 2.0, 8.0)
 start."""
 
 THOROUGH = 512
-"""Samples up to which the placement is improved further, and from `SMALL` on all starts are made."""
+"""Samples up to which a placement is improved further, and from `SMALL` on all starts are made."""
 
 SMALL = 64
 """Samples up to which one start comes within 1 % of what the best of all moves."""

@@ -10,6 +10,7 @@ from evenstep.exchange.errors import (
     ProtocolError,
 )
 from evenstep.exchange.exchange import Check, Plan, SampleExchange
+from evenstep.exchange.garbage import collection_paused
 from evenstep.exchange.groups import ModuleGroups, build_module_dp_process_groups
 from evenstep.exchange.host_memory import HOST_MEMORY, HostMemory
 from evenstep.exchange.moves import Moves, Placement, plan_moves
@@ -48,6 +49,7 @@ __all__ = [
     "Setting",
     "Transfer",
     "build_module_dp_process_groups",
+    "collection_paused",
     "plan_moves",
     "prepare_sample_exchange",
 ]

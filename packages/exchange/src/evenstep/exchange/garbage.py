@@ -1,4 +1,4 @@
-"""Planning without the garbage collector."""
+"""Planning and joining without the garbage collector."""
 
 import contextlib
 import gc
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 def collection_paused() -> Iterator[None]:
     """Hold the garbage collector off.
 
-    A plan for a large group is tens of thousands of new tuples, none of them garbage. They would
-    have the collector look at all objects of the process again and again, which takes longer than
-    the planning. A program that switches the collector off for good must do so before: it would be
-    switched on again.
+    A plan for a large group is tens of thousands of new tuples, none of them garbage, and joining a
+    window thousands. They would have the collector look at all objects of the process again and
+    again, which takes longer than the work itself. A program that switches the collector off for
+    good must do so before: it would be switched on again.
     """
     if not gc.isenabled():
         yield

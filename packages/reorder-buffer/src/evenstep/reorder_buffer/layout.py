@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
-from evenstep.exchange import HOST_MEMORY
+from evenstep.exchange import HOST_MEMORY, collection_paused
 from evenstep.reorder_buffer.columns import join_column
 from evenstep.reorder_buffer.field_kinds import (
     Batched,
@@ -206,13 +206,14 @@ class BatchLayout:
     def merge_each(self, slots: Sequence[Sequence[Mapping[str, Leaf]]]) -> list[MicroBatch]:
         """Return :meth:`merge` of each of several micro-batches, copying for all at the end."""
         merged, joiners = [], []
-        for flats in slots:
-            laid_out = [flat for flat in flats if isinstance(flat, LaidOutSample)]
-            joiner = None
-            if laid_out and len(laid_out) == len(flats):
-                joiner = FieldJoiner(laid_out, HOST_MEMORY.empty)
-                joiners.append(joiner)
-            merged.append(self._merged(flats, joiner))
+        with torch.no_grad(), collection_paused():
+            for flats in slots:
+                laid_out = [flat for flat in flats if isinstance(flat, LaidOutSample)]
+                joiner = None
+                if laid_out and len(laid_out) == len(flats):
+                    joiner = FieldJoiner(laid_out, HOST_MEMORY.empty)
+                    joiners.append(joiner)
+                merged.append(self._merged(flats, joiner))
         for joiner in joiners:
             joiner.copy()
         return merged
@@ -225,8 +226,7 @@ class BatchLayout:
         keys: Iterable[str] = flats[0]
         if any(flat.keys() != flats[0].keys() for flat in flats):
             keys = self._all_keys(flats)
-        with torch.no_grad():
-            return unflatten_nested({key: self._join(key, flats, joiner) for key in keys})
+        return unflatten_nested({key: self._join(key, flats, joiner) for key in keys})
 
     def _join(
         self, key: str, flats: Sequence[Mapping[str, Leaf]], joiner: FieldJoiner | None
