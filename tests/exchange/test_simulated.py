@@ -1,5 +1,7 @@
 """All ranks in one process: their plans, their bytes, and an all-to-all made of copies."""
 
+import ctypes
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -163,6 +165,20 @@ def test_host_memory_forgets_what_was_in_use_before_a_fork() -> None:
     memory._take_back()
     assert memory._bytes_free == 0  # it belongs to the parent
     assert memory._bytes_in_use == own.nbytes
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_keeps_what_the_parent_writes_over() -> None:
+    memory = HostMemory()
+    tensor = memory.empty([1 << 20], torch.uint8).fill_(3)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(told, 1)
+        os._exit(0 if ctypes.string_at(tensor.data_ptr(), 4) == b"\3\3\3\3" else 1)
+    tensor.fill_(4)
+    os.write(tell, b"!")
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("shape", [[0], [], [2, 0, 3], [7], [1 << 18, 2]])

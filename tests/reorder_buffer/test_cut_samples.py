@@ -229,7 +229,7 @@ def test_values_that_all_samples_share_go_whole_with_each() -> None:
         layout.merge([samples[0], other[0]])
 
 
-@pytest.mark.parametrize("rows", [1, 2, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [0, 1, 2, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64], ids=str)
 def test_few_rows_before_the_batch_dim_are_cut_and_more_are_left_to_torch(
     rows: int, dtype: torch.dtype
@@ -492,3 +492,19 @@ def test_an_error_of_a_cost_names_its_sample() -> None:
     with pytest.raises(KeyError, match="absent") as caught:
         cut_with_costs(text(2, 3), layout=MIMO_LAYOUT, cost_of=fails)
     assert caught.value.__notes__ == ["raised by cost_of for sample 0 of its micro-batch"]
+
+
+def test_a_micro_batch_that_moves_is_joined_from_where_it_is_then() -> None:
+    batch = {"input_ids": torch.arange(6000).view(4, -1)}
+    samples = cut(batch)
+    batch["input_ids"].share_memory_()  # type: ignore[no-untyped-call] # as when a tensor is sent to another process
+    held = [torch.full((6000,), 7) for _ in range(50)]  # takes what was freed
+    assert torch.equal(MIMO_LAYOUT.merge(samples)["input_ids"], torch.arange(6000).view(4, -1))
+    assert held
+
+
+def test_zeros_without_memory_are_cut_by_torch() -> None:
+    batch = {"input_ids": torch.zeros(2, 3), "labels": torch._efficientzerotensor((2, 3))}
+    assert MIMO_LAYOUT.read(batch).cut() is None
+    merged = MIMO_LAYOUT.merge(MIMO_LAYOUT.split(batch))
+    assert torch.equal(merged["labels"], torch.zeros(2, 3))

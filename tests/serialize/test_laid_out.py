@@ -5,6 +5,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from evenstep.serialize import (
     pack_samples,
     sample_layout,
 )
+from evenstep.serialize.laid_out import copy_all
 from tests.serialize.samples import SUPPORTED, filled, raw, same, small_shapes, tensor_samples
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -339,3 +341,71 @@ def test_schemas_say_where_each_key_is_and_compare_without_it() -> None:
     for other in (copy.deepcopy(schema), pickle.loads(pickle.dumps(schema)), replace(schema)):
         assert (other, hash(other), other.places) == (schema, hash(schema), schema.places)
     assert "places" not in repr(schema)
+
+
+def _overwritten() -> list[Tensor]:
+    """Take memory that was freed before, so that what still reads it reads something else."""
+    return [torch.full((10_000,), 7) for _ in range(50)]
+
+
+def test_a_buffer_that_moves_is_merged_from_where_it_is_then() -> None:
+    packed = pack([{"x": torch.arange(5000)}] * 2)
+    packed.buffer.share_memory_()  # type: ignore[no-untyped-call] # as when a tensor is sent to another process
+    held = _overwritten()
+    assert torch.equal(packed.merge("x"), torch.arange(5000).repeat(2))
+    assert torch.equal(pack_samples([*packed]), packed.buffer)
+    assert held
+
+
+def test_copies_of_packed_samples_are_merged_from_their_own_memory() -> None:
+    packed = pack([{"x": torch.arange(5000)}] * 2)
+    copied, unpickled = copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))
+    packed.buffer.zero_()
+    assert torch.equal(copied.merge("x"), torch.arange(5000).repeat(2))
+    assert torch.equal(unpickled.merge("x"), torch.arange(5000).repeat(2))
+
+
+def test_merging_names_a_sample_without_the_field() -> None:
+    packed = pack([{"x": torch.ones(1, 2)}, {"y": torch.ones(1)}, {"x": None}])
+    with pytest.raises(ValueError, match="sample 1 has no tensor 'x'"):
+        packed.merge("x", [0, 1])
+    with pytest.raises(ValueError, match="sample 2 has no tensor 'x'"):
+        packed.merge("x", [0, 2])
+
+
+def test_zeros_without_memory_are_packed() -> None:
+    zeros = torch._efficientzerotensor((2, 3))  # as autograd makes them up
+    assert zeros.data_ptr() == 0
+    expected = torch.zeros(24, dtype=torch.uint8)
+    assert torch.equal(pack_samples([{"x": zeros}], out=torch.ones_like(expected)), expected)
+
+
+class MadeWhenAsked(Mapping[str, Tensor | None]):
+    """A sample whose tensors nobody else holds."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.full((50,), len(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a", "bb", "ccc"])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_tensors_that_a_mapping_makes_live_until_they_are_packed() -> None:
+    expected = pack_samples([dict(MadeWhenAsked())] * 20)
+    assert torch.equal(pack_samples([MadeWhenAsked()] * 20), expected)
+
+
+def test_small_and_large_copies_all_arrive() -> None:
+    sizes = [1, 1 << 16, (1 << 16) + 1, 0, 1 << 17] * 30  # more than are copied without a pause
+    source = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    offsets = [*accumulate(sizes, initial=0)][:-1]
+    copy_all(
+        [target.data_ptr() + at for at in offsets],
+        [source.data_ptr() + at for at in offsets],
+        sizes,
+    )
+    assert torch.equal(source, target)

@@ -127,7 +127,11 @@ def rounded(nbytes: int) -> int:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    region = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MAP_PRIVATE"):
+        # A forked child has its own then, and huge pages are for the asking.
+        region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        region = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)

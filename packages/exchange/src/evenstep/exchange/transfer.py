@@ -145,7 +145,7 @@ class Transfer:
         with collection_paused():
             samples = [*kept, *map(_as_it_was, self._unpacked(received, borrow=borrow))]
             if not borrow:
-                samples = [{**sample} for sample in samples]
+                samples = [s if isinstance(s, dict) else {**s} for s in samples]
                 self.release()
             places = chain(self.moves.kept, [place for _, place in self._incoming])
             arrivals = [

@@ -33,7 +33,7 @@ class CostFunction(Protocol):
     """Computes the cost of one sample."""
 
     def __call__(self, flat: FlatSample, /) -> Cost:
-        """Return the cost, finite and >= 0, of a sample with dotted keys."""
+        """Return the cost, finite and >= 0, of a sample with dotted keys, and leave it as it is."""
         ...
 
 

@@ -14,27 +14,27 @@ __all__ = ["CutField", "CutSample", "cut_field", "cut_samples"]
 
 Form: TypeAlias = tuple[torch.dtype, *tuple[int, ...]]
 
-_MAX_KNOWN = 4096  # layouts of one form; a layout takes a few KB
+_FORMS, _MAX_KNOWN = 16, 512  # layouts of one form; a layout takes a few KB
 
 
 class CutField:
     """One tensor of a micro-batch and where each sample's part of it lies.
 
     Args:
-        tensor: The tensor, detached.
+        tensor: The tensor, detached and contiguous.
         dim: The dim that has the rows; None if the whole tensor is every sample's.
         rows: Rows of each sample.
-        parts: Where each sample's part lies.
     """
 
-    __slots__ = ("_dim", "_starts", "_tensor", "parts", "rows")
+    __slots__ = ("_dim", "_row_nbytes", "_starts", "_step", "_tensor", "rows")
 
-    def __init__(
-        self, tensor: torch.Tensor, dim: int | None, rows: Sequence[int], parts: Sequence[Part]
-    ) -> None:
-        self._tensor, self._dim = tensor, dim
+    def __init__(self, tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> None:
+        self._tensor, self._dim, self.rows = tensor, dim, rows
         self._starts = [*accumulate(rows, initial=0)]
-        self.rows, self.parts = rows, parts
+        self._row_nbytes = 0 if dim is None else tensor.stride(dim) * tensor.itemsize
+        self._step = 0  # where there is one row of them, it is contiguous
+        if dim == 1 and tensor.shape[0] > 1 and tensor.numel():
+            self._step = tensor.stride(0) * tensor.itemsize
 
     @property
     def form(self) -> Form:
@@ -50,6 +50,10 @@ class CutField:
             return self._tensor
         return self._tensor.narrow(self._dim, self._starts[index], self.rows[index])
 
+    def part(self, index: int) -> Part:
+        """Return where the part of one sample lies now."""
+        return self._tensor.data_ptr() + self._starts[index] * self._row_nbytes, self._step
+
 
 def cut_field(tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> CutField | None:
     """Cut a tensor, or return None if its parts are not a few contiguous rows of host memory.
@@ -59,26 +63,18 @@ def cut_field(tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> Cut
         dim: The dim that has the rows, >= 0; None if the whole tensor is every sample's.
         rows: Rows of each sample.
     """
-    plain = type(tensor) is torch.Tensor and tensor.is_cpu and not tensor.is_nested
-    if not plain or tensor.is_neg() or tensor.is_conj():
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.is_nested:
         return None
-    tensor, itemsize, start = tensor.detach(), tensor.itemsize, tensor.data_ptr()
-    if dim is None:
-        whole = [(start, 0)] * len(rows)
-        return CutField(tensor, dim, rows, whole) if tensor.is_contiguous() else None
-    if dim > 1 or not tensor.is_contiguous():
+    if tensor.is_neg() or tensor.is_conj() or not tensor.is_contiguous():
         return None
-    step = 0  # if there is one row of them, it is contiguous
-    if dim == 1 and tensor.shape[0] != 1 and tensor.numel():
-        if tensor.shape[0] > FEW_ROWS:
-            return None
-        step = tensor.stride(0) * itemsize
-    nbytes = tensor.stride(dim) * itemsize
-    parts = [(start + first * nbytes, step) for first in accumulate(rows[:-1], initial=0)]
-    return CutField(tensor, dim, rows, parts)
+    if tensor.numel() and not tensor.data_ptr():  # zeros that autograd made up
+        return None
+    if dim is not None and (dim > 1 or (dim == 1 and tensor.shape[0] > FEW_ROWS)):
+        return None
+    return CutField(tensor.detach(), dim, rows)
 
 
-@lru_cache(64)
+@lru_cache(_FORMS)
 def _known_layouts(
     form: tuple[tuple[str, Form | None], ...],  # noqa: ARG001 # the key of the cache
 ) -> dict[tuple[int, ...], SampleLayout]:
@@ -145,8 +141,8 @@ class CutSample(LaidOutSample):
         return True
 
     def part(self, index: int) -> Part:
-        """Return where the tensor of ``layout.placed[index]`` lies."""
-        return self._batch.by_place[index].parts[self._index]
+        """Return where the tensor of ``layout.placed[index]`` lies now."""
+        return self._batch.by_place[index].part(self._index)
 
 
 def cut_samples(fields: Mapping[str, CutField | None], size: int) -> list[CutSample]:

@@ -54,11 +54,10 @@ class PackedSample(LaidOutSample):
     @property
     def is_cpu(self) -> bool:
         """Whether the buffer is in host memory."""
-        return self._views.address is not None
+        return self._views.is_cpu
 
     def part(self, index: int) -> Part:
         """Return the address of the tensor of ``layout.placed[index]``; it is contiguous."""
-        assert self._views.address is not None
         return self._views.address + self._start + self._layout.placed[index].offset, 0
 
     def nested(self) -> NestedSample:
@@ -141,8 +140,8 @@ class PackedSamples(Sequence[PackedSample]):
         chosen = list(range(len(self)) if indices is None else indices)
         if not chosen:
             raise ValueError(f"no samples to merge {key!r} of; name one or more")
-        if dim >= 0:
-            samples = [self[index] for index in chosen]
+        samples = [self[index] for index in chosen]
+        if all(sample.layout.schema.places.get(key) is not None for sample in samples):
             joiner = FieldJoiner(samples, _empty)
             joined = joiner.join(key, dim)
             if joined is not None:

@@ -88,8 +88,6 @@ def pack_samples(
 def _device_of(flats: Iterable[Mapping[str, Tensor | None]]) -> torch.device:
     """Return the device of the first tensor."""
     for flat in flats:
-        if isinstance(flat, LaidOutSample) and flat.is_cpu:
-            return torch.device("cpu")
         for value in flat.values():
             if isinstance(value, Tensor):  # anything else is refused with its key later
                 return value.device
@@ -167,7 +165,7 @@ class _FieldsOfHost:
     The tensors must stay as they are in between.
     """
 
-    __slots__ = ("_ends", "_limit", "_others", "_places", "_sizes", "_sources", "nbytes")
+    __slots__ = ("_ends", "_held", "_limit", "_others", "_places", "_sizes", "_sources", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -176,6 +174,7 @@ class _FieldsOfHost:
         self._sizes: list[int] = []
         self._others: list[tuple[int, int, Tensor]] = []  # what memmove cannot copy, or not as fast
         self._ends: list[int] = []  # where padding begins
+        self._held: list[Sequence[Tensor]] = []  # a mapping may make them when asked
         self._limit = largest_memmove()
 
     def add(
@@ -183,6 +182,7 @@ class _FieldsOfHost:
     ) -> None:
         """Add a run."""
         start, limit = self.nbytes, self._limit
+        self._held.append(tensors)
         for tensor, (key, dtype, _, _, _, offset, nbytes) in zip(tensors, placed, strict=True):
             if not tensor.is_cpu:
                 raise ValueError(_device_rule(key, tensor, "cpu"))
@@ -190,9 +190,11 @@ class _FieldsOfHost:
             lazy = dtype in _MAYBE_LAZY and (
                 tensor.is_neg() or (dtype.is_complex and tensor.is_conj())
             )
+            source = tensor.data_ptr()  # none of zeros that autograd made up
+            lazy = lazy or (nbytes > 0 and not source)
             if nbytes <= limit and not lazy and tensor.is_contiguous():
                 self._places.append(place)
-                self._sources.append(tensor.data_ptr())
+                self._sources.append(source)
                 self._sizes.append(nbytes)
             elif nbytes > limit or lazy or not self._add_rows(place, tensor):
                 self._others.append((place, nbytes, tensor))
@@ -284,8 +286,10 @@ class _FieldsOfDevice:
 
 
 def resolved(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, materialized where it is a lazy conjugate or negative."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    """Return ``tensor``, materialized where it is a lazy conjugate, negative or zero."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    made_up = tensor.numel() > 0 and not tensor.data_ptr()  # zeros of autograd have no memory
+    return tensor.clone() if made_up else tensor
 
 
 def _device_rule(key: str, tensor: Tensor, device: str) -> str:

@@ -87,18 +87,24 @@ class FieldViews:
 
     Args:
         region: From :func:`sample_region`.
-
-    Attributes:
-        address: Of the region; None if it is not in host memory.
     """
 
-    __slots__ = ("_region", "_start", "_typed", "address")
+    __slots__ = ("_region", "_start", "_typed")
 
     def __init__(self, region: Tensor) -> None:
-        self.address = region.data_ptr() if region.is_cpu else None
         self._region = region
         self._start = region.storage_offset()
         self._typed: dict[torch.dtype, Tensor] = {}
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the region is in host memory."""
+        return self._region.is_cpu
+
+    @property
+    def address(self) -> int:
+        """Where the region is now; its storage may move, as into shared memory."""
+        return self._region.data_ptr()
 
     def sample(self, layout: SampleLayout, start: int = 0) -> TensorSample:
         """Return the tensors and ``None`` values of a sample ``start`` bytes into the region."""
