@@ -64,11 +64,14 @@ class InPlace(LaidOutSample):
     def is_cpu(self) -> bool:
         return self._is_cpu
 
-    def part(self, index: int) -> Part:
-        tensor = self._flat[self._layout.placed[index].key]
-        assert tensor is not None
-        step = 0 if tensor.is_contiguous() else tensor.stride(0) * tensor.itemsize
-        return tensor.data_ptr(), step
+    def parts(self) -> list[Part]:
+        parts = []
+        for field in self._layout.placed:
+            tensor = self._flat[field.key]
+            assert tensor is not None
+            step = 0 if tensor.is_contiguous() else tensor.stride(0) * tensor.itemsize
+            parts.append((tensor.data_ptr(), step))
+        return parts
 
 
 def packed(flat: TensorSample) -> PackedSample:
@@ -403,9 +406,6 @@ def test_small_and_large_copies_all_arrive() -> None:
     source = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
     target = torch.zeros_like(source)
     offsets = [*accumulate(sizes, initial=0)][:-1]
-    copy_all(
-        [target.data_ptr() + at for at in offsets],
-        [source.data_ptr() + at for at in offsets],
-        sizes,
-    )
+    to, start = target.data_ptr(), source.data_ptr()
+    copy_all([(to + at, start + at, size) for at, size in zip(offsets, sizes, strict=True)])
     assert torch.equal(source, target)

@@ -24,35 +24,36 @@ class CutField:
         tensor: The tensor, detached and contiguous.
         dim: The dim that has the rows; None if the whole tensor is every sample's.
         rows: Rows of each sample.
+
+    Attributes:
+        offsets: Bytes from the tensor's start to each sample's part.
+        step: Bytes from one row of a part to the next; 0 if parts are contiguous.
     """
 
-    __slots__ = ("_dim", "_row_nbytes", "_starts", "_step", "_tensor", "rows")
+    __slots__ = ("_dim", "_starts", "offsets", "rows", "step", "tensor")
 
     def __init__(self, tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> None:
-        self._tensor, self._dim, self.rows = tensor, dim, rows
+        self.tensor, self._dim, self.rows = tensor, dim, rows
         self._starts = [*accumulate(rows, initial=0)]
-        self._row_nbytes = 0 if dim is None else tensor.stride(dim) * tensor.itemsize
-        self._step = 0  # where there is one row of them, it is contiguous
+        row_nbytes = 0 if dim is None else tensor.stride(dim) * tensor.itemsize
+        self.offsets = [start * row_nbytes for start in self._starts]
+        self.step = 0  # where there is one row of them, it is contiguous
         if dim == 1 and tensor.shape[0] > 1 and tensor.numel():
-            self._step = tensor.stride(0) * tensor.itemsize
+            self.step = tensor.stride(0) * tensor.itemsize
 
     @property
     def form(self) -> Form:
         """All that the layouts of samples depend on, besides their rows."""
-        shape = [*self._tensor.shape]
+        shape = [*self.tensor.shape]
         if self._dim is not None:
             shape[self._dim] = -1
-        return self._tensor.dtype, *shape
+        return self.tensor.dtype, *shape
 
     def view(self, index: int) -> torch.Tensor:
         """Return the part of one sample."""
         if self._dim is None:
-            return self._tensor
-        return self._tensor.narrow(self._dim, self._starts[index], self.rows[index])
-
-    def part(self, index: int) -> Part:
-        """Return where the part of one sample lies now."""
-        return self._tensor.data_ptr() + self._starts[index] * self._row_nbytes, self._step
+            return self.tensor
+        return self.tensor.narrow(self._dim, self._starts[index], self.rows[index])
 
 
 def cut_field(tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> CutField | None:
@@ -140,9 +141,13 @@ class CutSample(LaidOutSample):
         """True: what lies elsewhere is not cut in this way."""
         return True
 
-    def part(self, index: int) -> Part:
-        """Return where the tensor of ``layout.placed[index]`` lies now."""
-        return self._batch.by_place[index].part(self._index)
+    def parts(self) -> list[Part]:
+        """Return where the tensor of each of ``layout.placed`` lies now."""
+        index = self._index
+        return [
+            (field.tensor.data_ptr() + field.offsets[index], field.step)
+            for field in self._batch.by_place
+        ]
 
 
 def cut_samples(fields: Mapping[str, CutField | None], size: int) -> list[CutSample]:

@@ -21,6 +21,9 @@ Part: TypeAlias = tuple[int, int]
 A tensor of rows has few of them, ``FEW_ROWS`` at most, and each is contiguous.
 """
 
+Copy: TypeAlias = tuple[int, int, int]
+"""To which address, from which, and how many bytes."""
+
 FEW_ROWS = 16
 """Up to so many rows of a tensor are copied with a memmove each, rather than with one copy_."""
 
@@ -54,11 +57,11 @@ class LaidOutSample(Mapping[str, Tensor | None], ABC):
     @property
     @abstractmethod
     def is_cpu(self) -> bool:
-        """Whether all tensors lie in host memory, so that :meth:`part` tells where."""
+        """Whether all tensors lie in host memory, so that :meth:`parts` tells where."""
 
     @abstractmethod
-    def part(self, index: int) -> Part:
-        """Return where the tensor of ``layout.placed[index]`` lies now."""
+    def parts(self) -> list[Part]:
+        """Return where the tensor of each of ``layout.placed`` lies now."""
 
 
 def largest_memmove() -> int:
@@ -66,9 +69,8 @@ def largest_memmove() -> int:
     return _LARGE_NBYTES if torch.get_num_threads() > 1 else sys.maxsize
 
 
-def copy_all(destinations: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:
-    """Copy bytes from addresses to addresses, each of some size."""
-    copies = [*zip(destinations, sources, sizes, strict=True)]
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Copy bytes between addresses."""
     small = [copy for copy in copies if copy[2] <= _HELD_NBYTES]
     # Copied at C speed, which for small fields is most of the time; in between others may run.
     for start in range(0, len(small), _HELD_COPIES):
@@ -87,19 +89,18 @@ class FieldJoiner:
         empty: Returns contiguous host memory for a shape and dtype.
     """
 
-    __slots__ = ("_empty", "_is_cpu", "_layouts", "_places", "_samples", "_sizes", "_sources")
+    __slots__ = ("_copies", "_empty", "_is_cpu", "_layouts", "_parts", "_samples")
 
     def __init__(
         self,
         samples: Sequence[LaidOutSample],
         empty: Callable[[Sequence[int], torch.dtype], Tensor],
     ) -> None:
-        self._samples, self._empty = samples, empty
+        self._samples, self._empty = samples, empty  # the samples hold what is yet to be copied
         self._layouts = [sample.layout for sample in samples]
         self._is_cpu = all(sample.is_cpu for sample in samples)
-        self._places: list[int] = []
-        self._sources: list[int] = []
-        self._sizes: list[int] = []
+        self._parts = [sample.parts() for sample in samples] if self._is_cpu else []
+        self._copies: list[Copy] = []
 
     def ndim(self, key: str) -> int | None:
         """Return the dims of the first tensor with this key; None if there is none."""
@@ -133,17 +134,16 @@ class FieldJoiner:
         places = [*accumulate(sizes, initial=joined.data_ptr())]
         row_nbytes = places.pop() - joined.data_ptr()
         for row in range(num_rows):
-            self._places += [place + row * row_nbytes for place in places] if row else places
-            self._sources += [
-                address + row * (step or size)
-                for (_, (address, step)), size in zip(found, sizes, strict=True)
+            below = row * row_nbytes
+            self._copies += [
+                (place + below, source + row * (step or size), size)
+                for place, (_, (source, step)), size in zip(places, found, sizes, strict=True)
             ]
-            self._sizes += sizes
         return joined
 
     def copy(self) -> None:
         """Copy the bytes of all that was joined."""
-        copy_all(self._places, self._sources, self._sizes)
+        copy_all(self._copies)
 
     def _find(self, key: str) -> list[tuple[PlacedField, Part]]:
         """Return the field in each sample that has it; nothing if it must not be joined here."""
@@ -151,8 +151,8 @@ class FieldJoiner:
         if None in places or not self._is_cpu:
             return []
         return [
-            (layout.placed[place], sample.part(place))
-            for place, layout, sample in zip(places, self._layouts, self._samples, strict=True)
+            (layout.placed[place], parts[place])
+            for place, layout, parts in zip(places, self._layouts, self._parts, strict=True)
             if place is not None and place >= 0
         ]
 

@@ -56,9 +56,10 @@ class PackedSample(LaidOutSample):
         """Whether the buffer is in host memory."""
         return self._views.is_cpu
 
-    def part(self, index: int) -> Part:
-        """Return the address of the tensor of ``layout.placed[index]``; it is contiguous."""
-        return self._views.address + self._start + self._layout.placed[index].offset, 0
+    def parts(self) -> list[Part]:
+        """Return where the tensor of each of ``layout.placed`` lies now; all are contiguous."""
+        start = self._views.address + self._start
+        return [(start + field.offset, 0) for field in self._layout.placed]
 
     def nested(self) -> NestedSample:
         """Return the sample as it was packed; its tensors are views of the buffer.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT, DTYPES
-from evenstep.serialize.laid_out import FEW_ROWS, LaidOutSample, copy_all, largest_memmove
+from evenstep.serialize.laid_out import FEW_ROWS, Copy, LaidOutSample, copy_all, largest_memmove
 from evenstep.serialize.layout import meta_refusal, sample_layout
 from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
@@ -165,13 +165,11 @@ class _FieldsOfHost:
     The tensors must stay as they are in between.
     """
 
-    __slots__ = ("_ends", "_held", "_limit", "_others", "_places", "_sizes", "_sources", "nbytes")
+    __slots__ = ("_copies", "_ends", "_held", "_limit", "_others", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._places: list[int] = []
-        self._sources: list[int] = []
-        self._sizes: list[int] = []
+        self._copies: list[Copy] = []  # to places counted from the start of the buffer
         self._others: list[tuple[int, int, Tensor]] = []  # what memmove cannot copy, or not as fast
         self._ends: list[int] = []  # where padding begins
         self._held: list[Sequence[Tensor]] = []  # a mapping may make them when asked
@@ -193,9 +191,7 @@ class _FieldsOfHost:
             source = tensor.data_ptr()  # none of zeros that autograd made up
             lazy = lazy or (nbytes > 0 and not source)
             if nbytes <= limit and not lazy and tensor.is_contiguous():
-                self._places.append(place)
-                self._sources.append(source)
-                self._sizes.append(nbytes)
+                self._copies.append((place, source, nbytes))
             elif nbytes > limit or lazy or not self._add_rows(place, tensor):
                 self._others.append((place, nbytes, tensor))
             if nbytes % ALIGNMENT:
@@ -204,22 +200,20 @@ class _FieldsOfHost:
 
     def add_parts(self, sample: LaidOutSample) -> None:
         """Add the tensors of a sample by their addresses."""
-        layout, start = sample.layout, self.nbytes
-        for index, field in enumerate(layout.placed):
-            place, nbytes = start + field.offset, field.nbytes
-            source, step = sample.part(index)
-            if nbytes > self._limit:
-                tensor = sample[field.key]
+        layout, start, limit = sample.layout, self.nbytes, self._limit
+        copies, ends = self._copies, self._ends
+        places = zip(layout.placed, sample.parts(), strict=True)
+        for (key, _, shape, _, _, offset, nbytes), (source, step) in places:
+            if nbytes > limit:
+                tensor = sample[key]
                 assert tensor is not None
-                self._others.append((place, nbytes, tensor))
+                self._others.append((start + offset, nbytes, tensor))
             elif step:
-                self._add_each_row(place, source, step, field.shape[0], nbytes // field.shape[0])
+                self._add_each_row(start + offset, source, step, shape[0], nbytes // shape[0])
             else:
-                self._places.append(place)
-                self._sources.append(source)
-                self._sizes.append(nbytes)
+                copies.append((start + offset, source, nbytes))
             if nbytes % ALIGNMENT:
-                self._ends.append(place + nbytes)
+                ends.append(start + offset + nbytes)
         self.nbytes += layout.nbytes
 
     def _add_rows(self, place: int, tensor: Tensor) -> bool:
@@ -238,15 +232,14 @@ class _FieldsOfHost:
         return True
 
     def _add_each_row(self, place: int, source: int, step: int, num_rows: int, nbytes: int) -> None:
-        for row in range(num_rows):
-            self._places.append(place + row * nbytes)
-            self._sources.append(source + row * step)
-            self._sizes.append(nbytes)
+        self._copies += [
+            (place + row * nbytes, source + row * step, nbytes) for row in range(num_rows)
+        ]
 
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""
         base = out.data_ptr()
-        copy_all([base + place for place in self._places], self._sources, self._sizes)
+        copy_all([(base + place, source, nbytes) for place, source, nbytes in self._copies])
         with torch.no_grad():
             for place, nbytes, tensor in self._others:
                 bits = resolved(tensor).view(_BITS[tensor.dtype.itemsize])
