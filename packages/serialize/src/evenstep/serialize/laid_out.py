@@ -31,7 +31,6 @@ FEW_ROWS = 16
 # within 0.5 us where a view and a copy_ take 5 us.
 _LARGE_NBYTES = 1 << 20
 
-
 # ctypes.memmove lets other threads run. For a small copy that costs more than the copy, and if
 # another thread does run Python, it costs a switch interval, 5 ms, to get the interpreter back.
 _HELD_NBYTES = 1 << 16

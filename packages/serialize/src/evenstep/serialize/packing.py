@@ -172,7 +172,7 @@ class _FieldsOfHost:
         self._copies: list[Copy] = []  # to places counted from the start of the buffer
         self._others: list[tuple[int, int, Tensor]] = []  # what memmove cannot copy, or not as fast
         self._ends: list[int] = []  # where padding begins
-        self._held: list[Sequence[Tensor]] = []  # a mapping may make them when asked
+        self._held: list[object] = []  # what was added: it may have been made when asked for
         self._limit = largest_memmove()
 
     def add(
@@ -202,6 +202,7 @@ class _FieldsOfHost:
         """Add the tensors of a sample by their addresses."""
         layout, start, limit = sample.layout, self.nbytes, self._limit
         copies, ends = self._copies, self._ends
+        self._held.append(sample)
         places = zip(layout.placed, sample.parts(), strict=True)
         for (key, _, shape, _, _, offset, nbytes), (source, step) in places:
             if nbytes > limit:
