@@ -27,15 +27,15 @@ from evenstep.serialize import SampleLayout, fold_values, sample_layout
 Plan: TypeAlias = Callable[[Agreement], Iterable[tuple[int, Route]]]
 """From what all ranks know, the same deliveries on every rank: (global index, route)."""
 
-_Offered: TypeAlias = tuple[
-    Offer, Sequence[Mapping[str, torch.Tensor | None]], Sequence[SampleLayout]
-]
-
 Check: TypeAlias = Callable[[Sequence[tuple[int, Placement]], Sequence[SampleLayout]], None]
 """Raises unless the samples that will be on this rank fit together.
 
 It gets the holder and placement of each, those that stay and those that come, and their layouts.
 """
+
+_Offered: TypeAlias = tuple[
+    Offer, Sequence[Mapping[str, torch.Tensor | None]], Sequence[SampleLayout]
+]
 
 
 class SampleExchange:

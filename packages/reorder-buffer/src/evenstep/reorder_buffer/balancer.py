@@ -12,7 +12,7 @@ from evenstep.exchange import Agreement, Arrival, Offer, Placement
 from evenstep.reorder_buffer.agreement import check_agreement, check_schemas
 from evenstep.reorder_buffer.common_values import check_common_values, note_of
 from evenstep.reorder_buffer.cost import CostFunction, cut_with_costs
-from evenstep.reorder_buffer.layout import BatchLayout, BatchT, Layout
+from evenstep.reorder_buffer.layout import BatchLayout, BatchT, Layout, cuts_as_declared
 from evenstep.reorder_buffer.local_reorder import ImageCountFunction
 from evenstep.serialize import Leaf, SampleLayout
 
@@ -159,15 +159,11 @@ class WindowBalancer(Generic[BatchT]):
         slots: list[list[Any]] = [[] for _ in range(num_slots)]
         for arrival in arrivals:
             slots[arrival.dst_slot].append(arrival.sample)
-        if isinstance(self.layout, BatchLayout) and not self.keeps_views:
+        if cuts_as_declared(self.layout):
             return cast("list[BatchT]", self.layout.merge_each(slots))
         return [self.layout.merge(flats) for flats in slots]
 
     @property
     def keeps_views(self) -> bool:
-        """Whether merged micro-batches may hold views of what they were merged from.
-
-        A class derived from `BatchLayout` may keep them, whatever it inherits.
-        """
-        kind: type = type(self.layout)
-        return kind is not BatchLayout
+        """Whether merged micro-batches may hold views of what they were merged from."""
+        return not cuts_as_declared(self.layout)

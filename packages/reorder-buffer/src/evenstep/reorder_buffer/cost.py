@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from evenstep.reorder_buffer.item_counts import Counts, row_products
-from evenstep.reorder_buffer.layout import BatchLayout, BatchT, Layout
+from evenstep.reorder_buffer.layout import BatchLayout, BatchT, Layout, cuts_as_declared
 from evenstep.reorder_buffer.microbatch_fields import MicrobatchFields
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
 from evenstep.serialize import FlatSample, Leaf
@@ -192,9 +192,7 @@ def cut_with_costs(
     batch: BatchT, *, layout: Layout[BatchT], cost_of: CostFunction, counts: Counts | None = None
 ) -> tuple[Sequence[Mapping[str, Leaf]], list[float]]:
     """Return :func:`samples_with_costs`, the samples cut by arithmetic where that is possible."""
-    # A class derived from BatchLayout may cut in a way of its own.
-    kind: type = type(layout)
-    if kind is BatchLayout and isinstance(layout, BatchLayout) and isinstance(batch, Mapping):
+    if cuts_as_declared(layout) and isinstance(batch, Mapping):
         read = layout.read(batch, counts=counts)
         cut = read.cut()
         if cut is not None:

@@ -11,7 +11,6 @@ from evenstep.serialize import FEW_ROWS, LaidOutSample, Part, SampleLayout, samp
 
 __all__ = ["CutField", "CutSample", "cut_field", "cut_samples"]
 
-
 Form: TypeAlias = tuple[torch.dtype, *tuple[int, ...]]
 
 _FORMS, _MAX_KNOWN = 16, 512  # layouts of one form; a layout takes a few KB
@@ -26,17 +25,17 @@ class CutField:
         rows: Rows of each sample.
 
     Attributes:
-        offsets: Bytes from the tensor's start to each sample's part.
+        starts: The first row of each sample.
+        row_nbytes: Bytes from one row to the next.
         step: Bytes from one row of a part to the next; 0 if parts are contiguous.
     """
 
-    __slots__ = ("_dim", "_starts", "offsets", "rows", "step", "tensor")
+    __slots__ = ("_dim", "row_nbytes", "rows", "starts", "step", "tensor")
 
     def __init__(self, tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> None:
         self.tensor, self._dim, self.rows = tensor, dim, rows
-        self._starts = [*accumulate(rows, initial=0)]
-        row_nbytes = 0 if dim is None else tensor.stride(dim) * tensor.itemsize
-        self.offsets = [start * row_nbytes for start in self._starts]
+        self.starts = [*accumulate(rows, initial=0)]
+        self.row_nbytes = 0 if dim is None else tensor.stride(dim) * tensor.itemsize
         self.step = 0  # where there is one row of them, it is contiguous
         if dim == 1 and tensor.shape[0] > 1 and tensor.numel():
             self.step = tensor.stride(0) * tensor.itemsize
@@ -53,7 +52,7 @@ class CutField:
         """Return the part of one sample."""
         if self._dim is None:
             return self.tensor
-        return self.tensor.narrow(self._dim, self._starts[index], self.rows[index])
+        return self.tensor.narrow(self._dim, self.starts[index], self.rows[index])
 
 
 def cut_field(tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> CutField | None:
@@ -88,15 +87,14 @@ class _Batch:
 
     __slots__ = ("by_place", "fields", "layouts")
 
-    def __init__(self, fields: Mapping[str, CutField | None], size: int) -> None:
+    def __init__(self, fields: Mapping[str, CutField | None]) -> None:
         self.fields = fields
         cut = {key: field for key, field in fields.items() if field is not None}
         self.by_place = [cut[key] for key in sorted(cut)]
         form = tuple([(key, field and field.form) for key, field in fields.items()])
         known = _known_layouts(form)
         self.layouts: list[SampleLayout] = []
-        all_rows = [field.rows for field in self.by_place]
-        for index, rows in enumerate(zip(*all_rows, strict=True) if all_rows else [()] * size):
+        for index, rows in enumerate(zip(*[field.rows for field in self.by_place], strict=True)):
             if (layout := known.get(rows)) is None:
                 if len(known) >= _MAX_KNOWN:
                     known.clear()
@@ -145,20 +143,19 @@ class CutSample(LaidOutSample):
         """Return where the tensor of each of ``layout.placed`` lies now."""
         index = self._index
         return [
-            (field.tensor.data_ptr() + field.offsets[index], field.step)
+            (field.tensor.data_ptr() + field.starts[index] * field.row_nbytes, field.step)
             for field in self._batch.by_place
         ]
 
 
-def cut_samples(fields: Mapping[str, CutField | None], size: int) -> list[CutSample]:
+def cut_samples(fields: Mapping[str, CutField | None]) -> list[CutSample]:
     """Return the samples of a micro-batch in order.
 
     Args:
-        fields: Its fields by flat key; None where the value is None.
-        size: Number of samples.
+        fields: Its fields by flat key; None where the value is None. One at least is a tensor.
 
     Raises:
         ValueError: If a field has a dtype that cannot be sent, naming it.
     """
-    batch = _Batch(fields, size)
-    return [CutSample(batch, index) for index in range(size)]
+    batch = _Batch(fields)
+    return [CutSample(batch, index) for index in range(len(batch.layouts))]

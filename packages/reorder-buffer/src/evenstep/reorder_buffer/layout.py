@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
@@ -53,6 +53,11 @@ class Layout(Protocol[BatchT]):
     def merge(self, flats: Sequence[FlatSample]) -> BatchT:
         """Return the micro-batch of ``flats`` in order."""
         ...
+
+
+def cuts_as_declared(layout: object) -> "TypeGuard[BatchLayout]":
+    """Tell whether a layout is just its declaration: a derived class may cut and join otherwise."""
+    return type(layout) is BatchLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

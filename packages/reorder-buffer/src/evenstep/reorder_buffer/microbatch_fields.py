@@ -88,7 +88,7 @@ class MicrobatchFields:
             cut[key] = cut_field(value, dim, rows)
             if cut[key] is None:
                 return None
-        return cut_samples(cut, self.size)
+        return cut_samples(cut)
 
     def batch_dim(self, key: str) -> int | None:
         """Return the batch dim of a batched tensor that fits, None for every other field."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evenstep.serialize.document import dumps, loads
 from evenstep.serialize.errors import DecodeError
-from evenstep.serialize.laid_out import LaidOutSample
+from evenstep.serialize.laid_out import is_laid_out
 from evenstep.serialize.layout import TensorSample
 from evenstep.serialize.nested import FlatSample, Leaf
 
@@ -32,7 +32,7 @@ def fold_values(flat: Mapping[str, Leaf]) -> Mapping[str, Tensor | None]:
     """
     if VALUES_KEY in flat:
         raise ValueError(f"sample has the key {VALUES_KEY!r} already; unfold it, or rename the key")
-    if type(flat) is not dict and isinstance(flat, LaidOutSample):
+    if is_laid_out(flat):
         return flat
     values = {key: value for key, value in flat.items() if not _is_tensor_or_none(value)}
     if not values:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, starmap
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -61,6 +61,11 @@ class LaidOutSample(Mapping[str, Tensor | None], ABC):
     @abstractmethod
     def parts(self) -> list[Part]:
         """Return where the tensor of each of ``layout.placed`` lies now."""
+
+
+def is_laid_out(flat: Mapping[str, object]) -> TypeGuard[LaidOutSample]:
+    """Tell whether a sample is one; most are dicts, which are told apart in no time."""
+    return type(flat) is not dict and isinstance(flat, LaidOutSample)
 
 
 def largest_memmove() -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import DTYPE_CODES, REFUSED_DTYPES, supported_names
-from evenstep.serialize.laid_out import LaidOutSample
+from evenstep.serialize.laid_out import is_laid_out
 from evenstep.serialize.limits import MAX_NDIM
 from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema
 
@@ -37,7 +37,7 @@ def sample_layout(flat: Mapping[str, Tensor | None]) -> SampleLayout:
         ValueError: If a value is anything else, a tensor of an unsupported kind or dtype, or if a
             key cannot be encoded; the message names the key.
     """
-    if type(flat) is not dict and isinstance(flat, LaidOutSample):
+    if is_laid_out(flat):
         return flat.layout
     strided = torch.strided
     entries: list[_Entry] = []

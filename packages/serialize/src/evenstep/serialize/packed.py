@@ -149,10 +149,10 @@ class PackedSamples(Sequence[PackedSample]):
                 joiner.copy()
                 return joined
         tensors: list[Tensor] = []
-        for index in chosen:
-            tensor = self[index].get(key)
+        for index, sample in zip(chosen, samples, strict=True):
+            tensor = sample.get(key)
             if tensor is None:
-                keys = [name for name in self[index] if name != VALUES_KEY]
+                keys = [name for name in sample if name != VALUES_KEY]
                 raise ValueError(
                     f"sample {index} has no tensor {key!r}; it has {keys}, and plain values come "
                     "with nested()"

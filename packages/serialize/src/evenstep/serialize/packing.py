@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from evenstep.serialize.dtypes import ALIGNMENT, DTYPES
-from evenstep.serialize.laid_out import FEW_ROWS, Copy, LaidOutSample, copy_all, largest_memmove
+from evenstep.serialize.laid_out import (
+    FEW_ROWS,
+    Copy,
+    LaidOutSample,
+    copy_all,
+    is_laid_out,
+    largest_memmove,
+)
 from evenstep.serialize.layout import meta_refusal, sample_layout
 from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
@@ -64,19 +71,13 @@ def pack_samples(
         found = _checked(flats, layouts)
     else:
         raise ValueError(f"{len(layouts)} layouts for {len(flats)} samples; give one for each")
-    runs = zip(flats, found, strict=True)
-    fields: _FieldsOfHost | _FieldsOfDevice
-    if device.type == "cpu":
-        fields = _FieldsOfHost()
-        for flat, layout in runs:
-            if type(flat) is not dict and isinstance(flat, LaidOutSample) and flat.is_cpu:
-                fields.add_parts(flat)
-            else:
-                fields.add(*_run(flat, layout))
-    else:
-        fields = _FieldsOfDevice(device)
-        for flat, layout in runs:
-            fields.add(*_run(flat, layout))
+    fields = _fields_on(device)
+    for flat, layout in zip(flats, found, strict=True):
+        if isinstance(fields, _FieldsOfHost) and is_laid_out(flat) and flat.is_cpu:
+            fields.add_parts(flat)
+        else:
+            tensors = [flat.get(field.key) for field in layout.placed]
+            fields.add(cast("list[Tensor]", tensors), layout.placed, layout.nbytes)
     if out is None:
         out = torch.empty(fields.nbytes, dtype=torch.uint8, device=device)
     else:
@@ -122,11 +123,6 @@ def _check_layout(index: int, flat: Mapping[str, Tensor | None], layout: SampleL
         raise ValueError(f"sample {index} has other keys than its layout: {list(flat)}")
 
 
-def _run(flat: Mapping[str, Tensor | None], layout: SampleLayout) -> Run:
-    tensors = [flat.get(field.key) for field in layout.placed]
-    return cast("list[Tensor]", tensors), layout.placed, layout.nbytes
-
-
 def _check_out(out: Tensor, nbytes: int) -> None:
     if out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out is {describe(out)}; it must be a contiguous 1-D uint8 tensor")
@@ -154,9 +150,13 @@ def write_fields(out: Tensor, run: Run) -> None:
     Raises:
         ValueError: If a tensor lies on another device.
     """
-    fields = _FieldsOfHost() if out.is_cpu else _FieldsOfDevice(out.device)
+    fields = _fields_on(out.device)
     fields.add(*run)
     fields.write(out)
+
+
+def _fields_on(device: torch.device) -> "_FieldsOfHost | _FieldsOfDevice":
+    return _FieldsOfHost() if device.type == "cpu" else _FieldsOfDevice(device)
 
 
 class _FieldsOfHost:
@@ -185,14 +185,14 @@ class _FieldsOfHost:
             if not tensor.is_cpu:
                 raise ValueError(_device_rule(key, tensor, "cpu"))
             place = start + offset
-            lazy = dtype in _MAYBE_LAZY and (
-                tensor.is_neg() or (dtype.is_complex and tensor.is_conj())
-            )
             source = tensor.data_ptr()  # none of zeros that autograd made up
-            lazy = lazy or (nbytes > 0 and not source)
+            lazy = (nbytes > 0 and not source) or (
+                dtype in _MAYBE_LAZY
+                and (tensor.is_neg() or (dtype.is_complex and tensor.is_conj()))
+            )
             if nbytes <= limit and not lazy and tensor.is_contiguous():
                 self._copies.append((place, source, nbytes))
-            elif nbytes > limit or lazy or not self._add_rows(place, tensor):
+            elif nbytes > limit or lazy or not self._add_rows(place, source, tensor):
                 self._others.append((place, nbytes, tensor))
             if nbytes % ALIGNMENT:
                 self._ends.append(place + nbytes)
@@ -217,7 +217,7 @@ class _FieldsOfHost:
                 ends.append(start + offset + nbytes)
         self.nbytes += layout.nbytes
 
-    def _add_rows(self, place: int, tensor: Tensor) -> bool:
+    def _add_rows(self, place: int, source: int, tensor: Tensor) -> bool:
         """Add the rows of a tensor if they are few and contiguous, as position ids [3, 1, n]."""
         num_rows, *sizes = tensor.shape
         step, *strides = tensor.stride()
@@ -229,7 +229,7 @@ class _FieldsOfHost:
         if num_rows > FEW_ROWS:
             return False
         itemsize = tensor.itemsize
-        self._add_each_row(place, tensor.data_ptr(), step * itemsize, num_rows, span * itemsize)
+        self._add_each_row(place, source, step * itemsize, num_rows, span * itemsize)
         return True
 
     def _add_each_row(self, place: int, source: int, step: int, num_rows: int, nbytes: int) -> None:
