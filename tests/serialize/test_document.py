@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from evenstep.serialize import DecodeError, NestedSample, dumps, loads
+from evenstep.serialize import DecodeError, NestedSample, document, dumps, loads
 from evenstep.serialize.checksum import payload_checksum
 from tests.serialize.samples import SUPPORTED, filled, nested_samples, odd_tensors, same
 
@@ -246,3 +246,18 @@ def test_verify_decides_whether_damaged_tensors_are_noticed() -> None:
     with pytest.raises(DecodeError, match="payload does not match its checksum"):
         loads(data)
     assert isinstance(loads(data, verify=False)["x"], Tensor)
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [{}, GOLDEN_SAMPLE, {"odd": torch.arange(99, dtype=torch.uint8), "z": torch.ones(3)}],
+    ids=["empty", "golden", "padded"],
+)
+def test_dumps_sets_every_byte_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, sample: NestedSample
+) -> None:
+    monkeypatch.setattr(document, "_bytes_to_fill", lambda _, nbytes: bytes(nbytes))
+    expected = dumps(sample)
+    monkeypatch.setattr(document, "_bytes_to_fill", lambda _, nbytes: b"\xff" * nbytes)
+
+    assert dumps(sample) == expected

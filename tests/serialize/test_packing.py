@@ -308,6 +308,7 @@ def test_a_schema_lays_out_sizes() -> None:
         schema.layout((1, 2, 3))
     with pytest.raises(ValueError, match="has the size -1; sizes are ints >= 0"):
         schema.layout((-1, 2))
+    schema.layout((1, 2))  # what is kept of these sizes must not let equal ones of no int pass
     with pytest.raises(ValueError, match=r"has the size 1\.0"):
         schema.layout((1.0, 2))  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ValueError, match="exceeds 4611686018427387903 bytes"):

@@ -25,13 +25,15 @@ def payload_checksum(payload: Tensor) -> int:
         payload: 1-D ``uint8`` on the CPU, contiguous, at an address that is a multiple of 8, of a
             size that is a multiple of 8.
     """
-    words = payload.view(torch.int64)
-    num_rows = words.numel() // ROW_WORDS
-    rows = words[: num_rows * ROW_WORDS].view(num_rows, ROW_WORDS)
-    # Integer sums wrap, and are the same in any order of summation.
-    checksum = zlib.crc32(_bytes_of(rows.sum(1)))
-    return zlib.crc32(_bytes_of(words[num_rows * ROW_WORDS :]), checksum)
-
-
-def _bytes_of(words: Tensor) -> bytes:
-    return ctypes.string_at(words.data_ptr(), words.nbytes) if words.numel() else b""
+    num_rows, rest = divmod(payload.numel(), 8 * ROW_WORDS)
+    checksum = 0
+    if num_rows:
+        words = payload.view(torch.int64)
+        rows = words.as_strided((num_rows, ROW_WORDS), (ROW_WORDS, 1), words.storage_offset())
+        # Integer sums wrap, and are the same in any order of summation.
+        sums = rows.sum(1)
+        checksum = zlib.crc32(ctypes.string_at(sums.data_ptr(), 8 * num_rows))
+    if rest:
+        end = payload.data_ptr() + payload.numel()
+        checksum = zlib.crc32(ctypes.string_at(end - rest, rest), checksum)
+    return checksum

@@ -38,6 +38,11 @@ HEAD_NBYTES = _HEAD.size + _CRC.size
 
 _MAX_TREE_NBYTES = 2**32 - 1
 
+# bytes(n) would fill memory with zeros that dumps writes over at once.
+_bytes_to_fill = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_char_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+
 
 class Head(NamedTuple):
     """The head of a document.
@@ -114,7 +119,7 @@ def dumps(sample: NestedSample) -> bytes:
         [("", tensor.dtype, tuple(tensor.shape)) for tensor in writer.tensors]
     )
     # BytesIO hands out the bytes object that it was made of, so the payload is copied only once.
-    stream = io.BytesIO(bytes(HEAD_NBYTES + len(tree) + payload_nbytes))
+    stream = io.BytesIO(_bytes_to_fill(None, HEAD_NBYTES + len(tree) + payload_nbytes))
     with stream.getbuffer() as view:
         view[HEAD_NBYTES : HEAD_NBYTES + len(tree)] = tree
         checksum = _write_payload(view[HEAD_NBYTES + len(tree) :], writer.tensors, placed)

@@ -1,6 +1,7 @@
 """Where tensors lie when they are laid end to end."""
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,32 +50,33 @@ def place_fields(
     placed = []
     end = 0
     for key, dtype, shape in entries:
+        for size in shape:
+            if type(size) is not int or size < 0:
+                raise ValueError(f"shape {tuple(shape)} has the size {size!r}; sizes are ints >= 0")
+        shared, strides, span = _strides_and_span(shape)
         itemsize = dtype.itemsize
-        strides, numel = _strides_and_span(shape)
-        if numel * itemsize > MAX_NBYTES:
+        if span * itemsize > MAX_NBYTES:
             raise ValueError(f"field {key!r} of shape {tuple(shape)} exceeds {MAX_NBYTES} bytes")
-        nbytes = 0 if 0 in shape else numel * itemsize
-        placed.append(PlacedField(key, dtype, shape, strides, end // itemsize, end, nbytes))
+        nbytes = 0 if 0 in shape else span * itemsize
+        placed.append(PlacedField(key, dtype, shared, strides, end // itemsize, end, nbytes))
         end += nbytes + -nbytes % ALIGNMENT
         if end > MAX_NBYTES:
             raise ValueError(f"sample exceeds {MAX_NBYTES} bytes at field {key!r}")
     return tuple(placed), end
 
 
-def _strides_and_span(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int]:
-    """Return the strides of a contiguous tensor as torch computes them, and the product of sizes.
+@lru_cache(4096)
+def _strides_and_span(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the shape, the strides of a contiguous tensor as torch computes them, and their span.
 
-    A size of 0 counts as 1 in both, so that a bound on the product bounds the strides too.
-
-    Raises:
-        ValueError: If a size is not an integer >= 0.
+    The span is the product of the sizes. A size of 0 counts as 1 in it and in the strides, so that
+    a bound on the span bounds the strides too. Fields of one shape share the tuples, which
+    thousands of layouts would otherwise fetch from memory one by one.
     """
     strides = []
     span = 1
     for size in reversed(shape):
-        if type(size) is not int or size < 0:
-            raise ValueError(f"shape {tuple(shape)} has the size {size!r}; sizes are ints >= 0")
         strides.append(span)
         span *= size or 1
     strides.reverse()
-    return tuple(strides), span
+    return shape, tuple(strides), span

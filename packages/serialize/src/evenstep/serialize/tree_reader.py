@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from evenstep.serialize.dtypes import ALIGNMENT, aligned
+from evenstep.serialize.dtypes import ALIGNMENT
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_DEPTH, MAX_KEY_BYTES, MAX_NBYTES, MAX_TENSORS, MAX_VALUES
 from evenstep.serialize.nested import Leaf, NestedSample
@@ -26,11 +26,12 @@ class TreeReader:
         payload: Its bytes at an aligned address, on the CPU, from :func:`sample_region`.
     """
 
-    __slots__ = ("_end", "_num_tensors", "_num_values", "_payload", "_reader", "_views")
+    __slots__ = ("_end", "_num_tensors", "_num_values", "_payload", "_reader", "_size", "_views")
 
     def __init__(self, tree: bytes, payload: Tensor) -> None:
         self._reader = Reader(tree, "tree")
         self._payload = payload
+        self._size = payload.numel()
         self._views = FieldViews(payload)
         self._end = 0
         self._num_values = 0
@@ -47,9 +48,9 @@ class TreeReader:
             raise self._reader.error(f"tag {tag} where the sample's dict ({DICT}) must be")
         sample = self.read_dict(1)
         self._reader.finish()
-        if self._end != self._payload.numel():
+        if self._end != self._size:
             raise DecodeError(
-                f"payload has {self._payload.numel()} bytes, the tree's tensors take {self._end}"
+                f"payload has {self._size} bytes, the tree's tensors take {self._end}"
             )
         return sample
 
@@ -130,13 +131,13 @@ class TreeReader:
     def _claim(self, nbytes: int) -> int:
         """Return the start of the next tensor's bytes, checked with the padding behind them."""
         start = self._end
-        end = start + aligned(nbytes)
-        if end > self._payload.numel():
-            raise self._reader.error(
-                f"tensor of {nbytes} bytes declared, {self._payload.numel() - start} bytes of the "
-                "payload remain"
-            )
         padding = -nbytes % ALIGNMENT
+        end = start + nbytes + padding
+        if end > self._size:
+            raise self._reader.error(
+                f"tensor of {nbytes} bytes declared, {self._size - start} bytes of the payload "
+                "remain"
+            )
         if padding and any(ctypes.string_at(self._payload.data_ptr() + end - padding, padding)):
             raise self._reader.error(f"padding before byte {end} of the payload is not zero")
         self._end = end

@@ -129,7 +129,7 @@ class TreeWriter:
         self.tree += bytes((TENSOR, DTYPE_CODES[value.dtype], value.dim()))
         for size in value.shape:
             write_varint(self.tree, size)
-        self.tensors.append(value.cpu())
+        self.tensors.append(value if value.is_cpu else value.cpu())
 
 
 # By exact type: what is of a subclass would come back as something else.

@@ -62,20 +62,19 @@ class Reader:
 
     def varint(self) -> int:
         """Read a varint below 2**63; a longer form than needed is refused."""
-        position = self.position
-        if position < self._end and self._data[position] < 0x80:
-            self.position = position + 1
-            return self._data[position]
-        value, shift, group = 0, 0, 0x80
-        while group & 0x80:
-            group = self.byte()
+        value, shift = 0, 0
+        for position in range(self.position, self._end):
+            group = self._data[position]
             value |= (group & 0x7F) << shift
-            shift += 7
+            self.position = position + 1
             if value >= _VARINT_LIMIT:
                 raise self.error("varint is 2**63 or more")
-        if group == 0:  # a varint of one byte was read above
-            raise self.error("varint has a superfluous last byte")
-        return value
+            if group < 0x80:
+                if shift and not group:
+                    raise self.error("varint has a superfluous last byte")
+                return value
+            shift += 7
+        raise self.error("ends early, one more byte expected")
 
     def count(self, least_nbytes: int, limit: int, noun: str) -> int:
         """Read how many items follow, each of which takes at least ``least_nbytes``."""
