@@ -73,14 +73,15 @@ def largest_memmove() -> int:
     return _LARGE_NBYTES if torch.get_num_threads() > 1 else sys.maxsize
 
 
-def copy_all(copies: Sequence[Copy]) -> None:
-    """Copy bytes between addresses."""
-    small = [copy for copy in copies if copy[2] <= _HELD_NBYTES]
+def copy_all(copies: Sequence[Copy], base: int = 0) -> None:
+    """Copy bytes between addresses; those to copy to are counted from ``base``."""
+    small = [(base + to, source, n) for to, source, n in copies if n <= _HELD_NBYTES]
     # Copied at C speed, which for small fields is most of the time; in between others may run.
     for start in range(0, len(small), _HELD_COPIES):
         deque(starmap(_memmove_held, small[start : start + _HELD_COPIES]), 0)
     if len(small) < len(copies):
-        deque(starmap(ctypes.memmove, [copy for copy in copies if copy[2] > _HELD_NBYTES]), 0)
+        large = [(base + to, source, n) for to, source, n in copies if n > _HELD_NBYTES]
+        deque(starmap(ctypes.memmove, large), 0)
 
 
 class FieldJoiner:

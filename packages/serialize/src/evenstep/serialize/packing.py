@@ -240,7 +240,7 @@ class _FieldsOfHost:
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""
         base = out.data_ptr()
-        copy_all([(base + place, source, nbytes) for place, source, nbytes in self._copies])
+        copy_all(self._copies, base)
         with torch.no_grad():
             for place, nbytes, tensor in self._others:
                 bits = resolved(tensor).view(_BITS[tensor.dtype.itemsize])
