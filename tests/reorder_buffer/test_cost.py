@@ -116,6 +116,16 @@ def test_other_layouts_and_cost_functions_are_served() -> None:
 
 
 @pytest.mark.parametrize(
+    "cost_of", [SampleCost(encoder_cost_weight=1.0), lambda _flat: 1.0], ids=["ready", "function"]
+)
+def test_a_list_of_samples_is_refused_by_a_layout_of_fields(cost_of: CostFunction) -> None:
+    samples: Any = [{"x": torch.zeros(2)}]
+
+    with pytest.raises(ValueError, match="pass layout=SAMPLE_LIST, or let collate_fn"):
+        samples_with_costs(samples, layout=MIMO_LAYOUT, cost_of=cost_of)
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"encoder_cost_weight": -1.0}, r"encoder_cost_weight=-1.0: must be finite and >= 0"),

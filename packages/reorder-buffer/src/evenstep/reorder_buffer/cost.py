@@ -6,7 +6,7 @@ The same figures come from one flat sample or, in one pass per field, from a who
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 
@@ -181,8 +181,7 @@ def samples_with_costs(
         ValueError: As ``layout.split`` and :func:`costs_of_samples`.
     """
     if isinstance(layout, BatchLayout) and isinstance(cost_of, SampleCost):
-        assert isinstance(batch, Mapping)
-        read = layout.read(batch, counts=counts)
+        read = layout.read(cast("Mapping[str, object]", batch), counts=counts)  # or it refuses it
         return read.samples(), cost_of.of_fields(read)
     flats = layout.split(batch, counts=counts)
     return flats, costs_of_samples(flats, cost_of)
