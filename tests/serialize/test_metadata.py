@@ -148,6 +148,7 @@ def test_a_short_buffer_and_broken_metadata_are_refused() -> None:
         ({"x": {"shape": (2,), "dtype": "complex128"}}, "dtype 'complex128' is not supported"),
         ({"x": {"shape": (-2,), "dtype": "int8"}}, "has the size -2"),
         ({"x": {"shape": (2**62, 2), "dtype": "int8"}}, "exceeds"),
+        ({"x": {"shape": [1] * 65, "dtype": "int8"}}, "has 65 dimensions; at most 64"),
     ]
     for bad, message in broken:
         with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from evenstep.serialize.dtypes import ALIGNMENT
-from evenstep.serialize.limits import MAX_NBYTES
+from evenstep.serialize.limits import MAX_NBYTES, MAX_NDIM
 
 
 class PlacedField(NamedTuple):
@@ -44,12 +44,16 @@ def place_fields(
         The fields in the same order, and the bytes of all, padding included.
 
     Raises:
-        ValueError: If a size is not an integer >= 0, or a field or the whole is larger than
-            ``MAX_NBYTES``.
+        ValueError: If a size is not an integer >= 0, a field has more than ``MAX_NDIM`` sizes, or
+            a field or the whole is larger than ``MAX_NBYTES``.
     """
     placed = []
     end = 0
     for key, dtype, shape in entries:
+        if len(shape) > MAX_NDIM:
+            raise ValueError(
+                f"field {key!r} has {len(shape)} dimensions; at most {MAX_NDIM} are supported"
+            )
         for size in shape:
             if type(size) is not int or size < 0:
                 raise ValueError(f"shape {tuple(shape)} has the size {size!r}; sizes are ints >= 0")
