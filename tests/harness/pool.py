@@ -39,7 +39,9 @@ class RankPools:
         return pool
 
     def close(self) -> None:
-        """End all ranks."""
+        """End all ranks, side by side."""
+        for pool in self._pools.values():
+            pool.dismiss()
         for pool in self._pools.values():
             pool.close()
 
@@ -76,12 +78,18 @@ class RankPool:
             pipe.send((fn, args))
         return self._gather(deadline_s)
 
-    def close(self) -> None:
-        """Ask the ranks to leave, and kill those that do not."""
-        for process, pipe in self._ranks:
+    def dismiss(self) -> None:
+        """Ask the ranks to leave."""
+        for _, pipe in self._ranks:
             with contextlib.suppress(OSError):
                 pipe.send(None)
-            process.join(timeout=GRACE_S * 5)
+
+    def close(self) -> None:
+        """Ask the ranks to leave, and kill those that do not."""
+        self.dismiss()
+        deadline = time.monotonic() + GRACE_S * 5
+        for process, _ in self._ranks:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
         self._kill()
 
     def _gather(self, deadline_s: float) -> list[Any]:
