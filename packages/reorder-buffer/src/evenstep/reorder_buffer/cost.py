@@ -181,7 +181,7 @@ def samples_with_costs(
         ValueError: As ``layout.split`` and :func:`costs_of_samples`.
     """
     if isinstance(layout, BatchLayout) and isinstance(cost_of, SampleCost):
-        read = layout.read(cast("Mapping[str, object]", batch), counts=counts)  # or it refuses it
+        read = layout.read(cast("Mapping[str, object]", batch), counts=counts)  # refuses others
         return read.samples(), cost_of.of_fields(read)
     flats = layout.split(batch, counts=counts)
     return flats, costs_of_samples(flats, cost_of)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.serialize.dtypes import DTYPE_CODES, REFUSED_DTYPES, supported_names
 from evenstep.serialize.laid_out import is_laid_out
-from evenstep.serialize.limits import MAX_NDIM
+from evenstep.serialize.limits import ndim_refusal
 from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema
 
 TensorSample: TypeAlias = dict[str, Tensor | None]
@@ -96,7 +96,7 @@ def refusal(key: str, value: object) -> str:
             "values as fields, or tensor.to_dense()"
         )
     if value.dtype in DTYPE_CODES:
-        return f"field {key!r} has {value.dim()} dimensions; at most {MAX_NDIM} are supported"
+        return ndim_refusal(key, value.dim())
     return dtype_refusal(key, value.dtype)
 
 

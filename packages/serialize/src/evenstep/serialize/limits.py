@@ -23,3 +23,8 @@ MAX_VALUES = 2**20
 
 MAX_NBYTES = 2**62 - 1
 """Bytes of one tensor and of one sample, so that sums of two stay within int64."""
+
+
+def ndim_refusal(key: str, ndim: int) -> str:
+    """Return why a field of more than ``MAX_NDIM`` dimensions is refused."""
+    return f"field {key!r} has {ndim} dimensions; at most {MAX_NDIM} are supported"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from evenstep.serialize.dtypes import ALIGNMENT
-from evenstep.serialize.limits import MAX_NBYTES, MAX_NDIM
+from evenstep.serialize.limits import MAX_NBYTES, MAX_NDIM, ndim_refusal
 
 
 class PlacedField(NamedTuple):
@@ -51,9 +51,7 @@ def place_fields(
     end = 0
     for key, dtype, shape in entries:
         if len(shape) > MAX_NDIM:
-            raise ValueError(
-                f"field {key!r} has {len(shape)} dimensions; at most {MAX_NDIM} are supported"
-            )
+            raise ValueError(ndim_refusal(key, len(shape)))
         for size in shape:
             if type(size) is not int or size < 0:
                 raise ValueError(f"shape {tuple(shape)} has the size {size!r}; sizes are ints >= 0")

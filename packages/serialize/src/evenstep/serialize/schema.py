@@ -8,7 +8,7 @@ import torch
 
 from evenstep.serialize.dtypes import DTYPE_CODES, DTYPES, supported_names
 from evenstep.serialize.errors import DecodeError
-from evenstep.serialize.limits import MAX_FIELDS, MAX_KEY_BYTES, MAX_NDIM
+from evenstep.serialize.limits import MAX_FIELDS, MAX_KEY_BYTES, MAX_NDIM, ndim_refusal
 from evenstep.serialize.placement import PlacedField, place_fields
 from evenstep.serialize.wire import Reader, write_text, write_varint
 
@@ -38,9 +38,7 @@ class FieldSpec:
                 f"field {self.key!r} has dtype {self.dtype}; supported are {supported_names()}"
             )
         if not 0 <= self.ndim <= MAX_NDIM:
-            raise ValueError(
-                f"field {self.key!r} has {self.ndim} dimensions; at most {MAX_NDIM} are supported"
-            )
+            raise ValueError(ndim_refusal(self.key, self.ndim))
 
 
 @dataclass(frozen=True, slots=True)
