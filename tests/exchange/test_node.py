@@ -122,7 +122,7 @@ def test_a_process_that_has_ended_is_a_lost_peer() -> None:
     assert not node.has_ended(0)
     assert node.has_ended(1)
     with pytest.raises(PeerLostError, match="rank 1"):
-        node.mapped(1, Handle(1, 1, 4096, 3))
+        node.mapped(1, Handle(1, 1, 4096, 3, lends=False))
 
 
 def test_who_died_while_it_was_watched_is_noticed() -> None:
@@ -148,7 +148,7 @@ def test_who_died_while_it_was_watched_is_noticed() -> None:
 def test_a_node_is_whoever_can_read_each_other(
     machines: list[bytes | None], unread: tuple[int, int] | None, hosts: tuple[int, ...]
 ) -> None:
-    cards = [_Card(name or bytes(16), 7 if name else 0, 3, bytes(16)) for name in machines]
+    cards = [_Card(name or bytes(16), 7 if name else 0, 3, 0, bytes(16)) for name in machines]
     reached = [
         {
             peer
@@ -177,6 +177,7 @@ def _handover(node: Node) -> Handover:
         [agreement.samples[i] for i in outgoing],
         [agreement.layouts[i] for i in outgoing],
         moves,
+        arriving={1: []},
         device=torch.device("cpu"),
     )
 
@@ -248,21 +249,20 @@ def test_mappings_of_regions_that_were_given_up_are_dropped() -> None:
 def _many_windows(rank: int, world_size: int) -> dict[str, Any]:
     exchange = exchange_over_world(rank, world_size)
 
-    def window(count: int, **how: bool) -> tuple[Any, Any]:
+    def window(count: int) -> Any:
         offer = offer_of(rank, [count])
         transfer = exchange.prepare(exchange.agree(lambda: offer), round_robin)
         transfer.launch()
-        return transfer, transfer.wait(**how)
+        return transfer
 
     def fails(*_: object) -> None:
         raise OSError("no room" if rank == 1 else "not reached")
 
-    _, kept = window(5)
+    kept = window(5).wait()
     before = shown([tuple(arrival) for arrival in kept])
     for turn in range(6):
-        transfer, arrivals = window(3 + turn % 2, borrow=True)
-        assert all(arrival.sample for arrival in arrivals)
-        transfer.release()
+        with window(3 + turn % 2).borrowed() as arrivals:
+            assert all(arrival.sample for arrival in arrivals)
         given_up = exchange.prepare(exchange.agree(partial(offer_of, rank, [4])), round_robin)
         given_up.launch()
         given_up.settle()
@@ -297,7 +297,8 @@ def _no_bytes(rank: int, world_size: int) -> list[Any]:
         offer = Offer(samples=[{"x": empty}] * 3, slot_counts=[3], costs=[1.0] * 3)
         transfer = exchange.prepare(exchange.agree(partial(_given, offer)), round_robin)
         transfer.launch()
-        arrived.append([shown(arrival.sample) for arrival in transfer.wait(borrow=True)])
+        with transfer.borrowed() as arrivals:
+            arrived.append([shown(arrival.sample) for arrival in arrivals])
     return arrived
 
 

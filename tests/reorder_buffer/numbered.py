@@ -14,8 +14,13 @@ LENGTH = 6
 WIDTH = 5
 
 
-def microbatch(numbers: Sequence[int], *, max_images: int = 3) -> dict[str, Any]:
-    """Build the micro-batch of these samples; each has its number modulo max_images + 1 images."""
+def microbatch(
+    numbers: Sequence[int], *, max_images: int = 3, names: bool = True
+) -> dict[str, Any]:
+    """Build the micro-batch of these samples; each has its number modulo max_images + 1 images.
+
+    Without names it is all tensors, which are cut by arithmetic, and lent within a node.
+    """
     counts = [number % (max_images + 1) for number in numbers]
     grid = [[1, number % 3, i + 1] for number in numbers for i in range(number % (max_images + 1))]
     patches = [
@@ -23,13 +28,14 @@ def microbatch(numbers: Sequence[int], *, max_images: int = 3) -> dict[str, Any]
         for t, h, w in grid
     ]
     tokens = torch.tensor([*numbers]).view(-1, 1) * 100 + torch.arange(LENGTH)
+    listed = {"names": [f"sample {number}" for number in numbers]} if names else {}
     return {
         "input_ids": tokens,
         "loss_mask": tokens.to(torch.float32) / 7,
         "attention_mask": tokens % 3 > 0,
         "position_ids": tokens.expand(3, -1, -1).contiguous(),
         "num_images": torch.tensor(counts),
-        "names": [f"sample {number}" for number in numbers],
+        **listed,
         "modality_inputs": {
             "images": {
                 "clip": {
@@ -64,16 +70,18 @@ def shard(slot: int, rank: int, world_size: int, size: int) -> list[int]:
     return [*range(start, start + size)]
 
 
-def data(rank: int, world_size: int, *, slots: int, size: int = 4) -> Iterator[dict[str, Any]]:
+def data(
+    rank: int, world_size: int, *, slots: int, size: int = 4, names: bool = False
+) -> Iterator[dict[str, Any]]:
     """Yield a rank's micro-batches."""
     for slot in range(slots):
-        yield microbatch(shard(slot, rank, world_size, size))
+        yield microbatch(shard(slot, rank, world_size, size), names=names)
 
 
 def checked(batch: dict[str, Any], *, max_images: int = 3) -> list[int]:
     """Return the numbers of a micro-batch that is, byte for byte, what its samples are."""
     numbers = numbers_in(batch)
-    assert_same(batch, microbatch(numbers, max_images=max_images))
+    assert_same(batch, microbatch(numbers, max_images=max_images, names="names" in batch))
     return numbers
 
 

@@ -27,11 +27,11 @@ ALL_MODES = pytest.mark.parametrize("mode", MODES)
 
 
 def _served(
-    rank: int, world_size: int, slots: list[int], settings: dict[str, Any]
+    rank: int, world_size: int, slots: list[int], settings: dict[str, Any], names: bool = False
 ) -> tuple[list[list[int]], tuple[int, ...]]:
     """Iterate over as many micro-batches per rank as given; return what was served."""
     with groups() as made:
-        source = data(rank, world_size, slots=slots[rank])
+        source = data(rank, world_size, slots=slots[rank], names=names)
         with buffer(source, made, **settings) as balanced:
             found = [checked(batch) for batch in balanced]
             for _ in range(2):
@@ -43,12 +43,13 @@ def _served(
 
 @ALL_MODES
 @pytest.mark.parametrize(("world_size", "window_size"), [(2, 1), (2, 3), (4, 3)])
+@pytest.mark.parametrize("names", [False, True], ids=["lent", "packed"])
 def test_every_sample_is_served_once_and_stays_in_its_slot(
-    ranks: RankPools, mode: str, world_size: int, window_size: int
+    ranks: RankPools, mode: str, world_size: int, window_size: int, names: bool
 ) -> None:
     slots = 7  # the last window is short
     settings = {**MODES[mode], "window_size": window_size}
-    found = ranks(world_size).run(_served, [slots] * world_size, settings)
+    found = ranks(world_size).run(_served, [slots] * world_size, settings, names)
     for slot in range(slots):
         there = sorted(number for served, _ in found for number in served[slot])
         size = 4 * world_size

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from evenstep.exchange import ExchangeError
 from evenstep.reorder_buffer import ReorderingBuffer
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
+from evenstep.reorder_buffer.window import PreparedWindow
 from evenstep.serialize import FlatSample
 from tests.harness import RankPools
 from tests.reorder_buffer.numbered import (
@@ -253,6 +255,30 @@ def test_peers_hear_of_a_failure_after_the_exchange(ranks: RankPools, mode: str)
     assert own == (1, "MemoryError: no room", "MemoryError: no room")
     assert 2 <= peer[0] <= 4  # served what it got before it heard
     _peer_error(peer, "MemoryError: no room")
+
+
+def _interrupted_between(rank: int, world_size: int) -> Any:
+    """Ctrl-C on one rank, once all have committed to a window and before its samples are read."""
+    with groups() as made:
+        balanced = buffer(data(rank, world_size, slots=9), made, **MODES["inline"])
+        if rank != CULPRIT:
+            return _drain(balanced)
+        checked(next(balanced))
+        started = time.monotonic()
+        with (
+            mock.patch.object(PreparedWindow, "finish", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            next(balanced)
+        balanced.shutdown()
+        return time.monotonic() - started
+
+
+def test_a_rank_that_will_not_read_does_not_hold_those_who_lend(ranks: RankPools) -> None:
+    peer, seconds = ranks(2).run(_interrupted_between)
+    assert seconds < 10
+    assert peer[0] == 2
+    _peer_error(peer, "KeyboardInterrupt")
 
 
 # Leaving early

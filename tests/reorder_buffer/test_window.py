@@ -2,7 +2,9 @@
 
 import logging
 import re
+import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from evenstep.reorder_buffer import (
     exchange_window,
     reorder_window_local,
 )
+from evenstep.reorder_buffer.balancer import WindowBalancer
+from evenstep.serialize import flatten_nested
 from tests.harness import RankPools
 from tests.reorder_buffer.numbered import (
     checked,
@@ -141,6 +145,42 @@ def test_probe_logs_the_spread_per_slot(caplog: pytest.LogCaptureFixture) -> Non
         _alone([microbatch([0, 1]), microbatch([2, 3])], probe=True)
     assert [record.getMessage()[:6] for record in caplog.records] == ["slot 0", "slot 1"]
     assert "'after_max':" in caplog.text
+
+
+def _uses_its_memory_again(rank: int, world_size: int) -> list[list[int]]:
+    """Write to what was given as soon as it may be, while rank 1 takes its time to join."""
+    merge = WindowBalancer.merge
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.1 if rank == 1 else 0.0)
+        return merge(*args)
+
+    found = []
+    with groups() as made, mock.patch.object(WindowBalancer, "merge", slow):
+        for turn in range(4):
+            batch = microbatch(shard(turn, rank, world_size, SIZE), names=False)
+            (joined,) = exchange_window(
+                [batch],
+                n_groups=world_size,
+                dp_rank=rank,
+                dp_size=world_size,
+                cost_of=cost_of,
+                dp_group_gloo=made.control,
+                dp_group_nccl=made.payload,
+                image_count_of=image_counts,
+            )
+            for value in flatten_nested(batch).values():
+                assert isinstance(value, torch.Tensor)
+                value.zero_()
+            found.append(checked(joined))
+    return found
+
+
+def test_what_was_given_may_be_written_to_once_the_window_is_there(ranks: RankPools) -> None:
+    found = ranks(3).run(_uses_its_memory_again)
+    for turn in range(4):
+        there = sorted(number for served in found for number in served[turn])
+        assert there == [*range(turn * 3 * SIZE, (turn + 1) * 3 * SIZE)]
 
 
 def _alone(batches: list[Any], **settings: Any) -> list[Any]:

@@ -8,10 +8,59 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from evenstep.serialize import Leaf, NestedSample
+from evenstep.serialize import (
+    LaidOutSample,
+    Leaf,
+    NestedSample,
+    Part,
+    SampleLayout,
+    TensorSample,
+    sample_layout,
+)
 from evenstep.serialize.dtypes import DTYPES
 
 SUPPORTED = list(DTYPES.values())
+
+
+class InPlace(LaidOutSample):
+    """A sample of tensors that lie anywhere: contiguous, or as rows that are a step apart."""
+
+    def __init__(
+        self, flat: TensorSample, *, is_cpu: bool = True, is_pageable: bool = False
+    ) -> None:
+        self._flat = flat
+        self._layout = sample_layout(flat)
+        self._is_cpu, self._is_pageable = is_cpu, is_pageable
+
+    def __getitem__(self, key: str) -> Tensor | None:
+        return self._flat[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._flat)
+
+    def __len__(self) -> int:
+        return len(self._flat)
+
+    @property
+    def layout(self) -> SampleLayout:
+        return self._layout
+
+    @property
+    def is_cpu(self) -> bool:
+        return self._is_cpu
+
+    @property
+    def is_pageable(self) -> bool:
+        return self._is_pageable
+
+    def parts(self) -> list[Part]:
+        parts = []
+        for field in self._layout.placed:
+            tensor = self._flat[field.key]
+            assert tensor is not None
+            step = 0 if tensor.is_contiguous() else tensor.stride(0) * tensor.itemsize
+            parts.append((tensor.data_ptr(), step))
+        return parts
 
 
 def filled(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from evenstep.serialize import (
     FEW_ROWS,
+    Copier,
+    Copies,
+    Copy,
     FieldJoiner,
     FieldSpec,
     LaidOutSample,
@@ -23,55 +26,28 @@ from evenstep.serialize import (
     PackedSample,
     PackedSamples,
     Part,
-    SampleLayout,
     SampleSchema,
     TensorSample,
     fold_values,
+    is_laid_out,
     pack,
     pack_samples,
     sample_layout,
 )
 from evenstep.serialize.laid_out import copy_all
-from tests.serialize.samples import SUPPORTED, filled, raw, same, small_shapes, tensor_samples
+from tests.serialize.samples import (
+    SUPPORTED,
+    InPlace,
+    filled,
+    raw,
+    same,
+    small_shapes,
+    tensor_samples,
+)
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 LARGE = (1 << 20) + 8
-
-
-class InPlace(LaidOutSample):
-    """A sample of tensors that lie anywhere: contiguous, or as rows that are a step apart."""
-
-    def __init__(self, flat: TensorSample, *, is_cpu: bool = True) -> None:
-        self._flat = flat
-        self._layout = sample_layout(flat)
-        self._is_cpu = is_cpu
-
-    def __getitem__(self, key: str) -> Tensor | None:
-        return self._flat[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._flat)
-
-    def __len__(self) -> int:
-        return len(self._flat)
-
-    @property
-    def layout(self) -> SampleLayout:
-        return self._layout
-
-    @property
-    def is_cpu(self) -> bool:
-        return self._is_cpu
-
-    def parts(self) -> list[Part]:
-        parts = []
-        for field in self._layout.placed:
-            tensor = self._flat[field.key]
-            assert tensor is not None
-            step = 0 if tensor.is_contiguous() else tensor.stride(0) * tensor.itemsize
-            parts.append((tensor.data_ptr(), step))
-        return parts
 
 
 def packed(flat: TensorSample) -> PackedSample:
@@ -105,9 +81,9 @@ def garbage(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def join(samples: Sequence[LaidOutSample], key: str, dim: int) -> Tensor | None:
-    joiner = FieldJoiner(samples, garbage)
-    joined = joiner.join(key, dim)
-    joiner.copy()
+    copies = Copies()
+    joined = FieldJoiner(samples, garbage, copies).join(key, dim)
+    copies.make()
     return joined
 
 
@@ -162,15 +138,52 @@ def test_many_fields_are_copied_at_once() -> None:
     xs = [filled(torch.int16, i, 3) for i in range(4)]
     ys = [filled(torch.int8, 2, i) for i in range(4)]
     samples = [packed({"x": x, "y": y}) for x, y in zip(xs, ys, strict=True)]
-    joiner = FieldJoiner(samples, garbage)
+    copies = Copies()
+    joiner = FieldJoiner(samples, garbage, copies)
     x, y = joiner.join("x", 0), joiner.join("y", 1)
     assert x is not None
     assert y is not None
     assert (x.shape, y.shape) == ((6, 3), (2, 6))
     assert {*raw(x), *raw(y)} == {0xA5}  # not yet
-    joiner.copy()
+    copies.make()
     assert same(x, torch.cat(xs))
     assert same(y, torch.cat(ys, 1))
+
+
+class Elsewhere(InPlace):
+    """A sample whose addresses are off by one, and whose copier knows."""
+
+    shift = 1
+
+    def parts(self) -> list[Part]:
+        return [(address - self.shift, step) for address, step in super().parts()]
+
+    @property
+    def copier(self) -> Copier:
+        return self.copy_back
+
+    def copy_back(self, copies: Sequence[Copy], base: int = 0) -> None:
+        copy_all([(to, source + self.shift, n) for to, source, n in copies], base)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_lies_elsewhere_is_copied_as_it_says(dim: int) -> None:
+    xs = [filled(torch.int32, 3, 3, seed=seed) for seed in range(4)]
+    flats: list[TensorSample] = [
+        {"x": cut_from_wider(x) if dim else x, "n": None, "y": torch.tensor([i])}
+        for i, x in enumerate(xs)
+    ]
+    samples = [(Elsewhere if i % 2 else InPlace)(flat) for i, flat in enumerate(flats)]
+    assert same(join(samples, "x", dim), torch.cat(xs, dim))
+    assert same(pack_samples(samples), pack_samples(flats))
+
+
+def test_a_laid_out_sample_knows_its_keys_without_a_view() -> None:
+    sample = InPlace({"x": torch.zeros(2), "n": None})
+    assert [key in sample for key in ("x", "n", "y")] == [True, True, False]
+    assert is_laid_out(sample)
+    assert not is_laid_out({**sample})
+    assert not sample.is_pageable  # not known to be
 
 
 def test_samples_without_the_field_are_left_out() -> None:
@@ -182,11 +195,11 @@ def test_samples_without_the_field_are_left_out() -> None:
 
 def test_the_number_of_dims_is_that_of_the_first_tensor() -> None:
     samples = [packed({"y": None}), packed({"x": torch.zeros(2, 3)}), packed({"x": torch.zeros(2)})]
-    joiner = FieldJoiner(samples, garbage)
+    joiner = FieldJoiner(samples, garbage, Copies())
     assert joiner.ndim("x") == 2
     assert joiner.ndim("y") is None
     assert joiner.ndim("absent") is None
-    assert FieldJoiner(samples[:1], garbage).ndim("y") is None
+    assert FieldJoiner(samples[:1], garbage, Copies()).ndim("y") is None
 
 
 X = torch.arange(6.0).view(2, 3)

@@ -5,7 +5,6 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple, Self
 
 import torch
@@ -92,8 +91,10 @@ def plan_moves(
             routed to a rank that does not exist.
     """
     # The columns of all samples of the window are tensors; only this rank's become tuples.
-    table = array("q", chain.from_iterable((index, *route) for index, route in deliveries))
-    index, slot, owner, position = _as_tensor(table).view(-1, 4).unbind(1)
+    indices, routes = tuple(zip(*deliveries, strict=True)) or ((), ())
+    routed = tuple(zip(*routes, strict=True)) or ((), (), ())
+    table = [array("q", column) for column in (indices, *routed)]
+    index, slot, owner, position = map(_as_tensor, table)
     if not torch.equal(index, torch.arange(len(holders))):  # not each sample once, in order
         _check_coverage(index, owner, len(holders), world_size)
         holders, nbytes = holders[index], nbytes[index]
@@ -105,18 +106,23 @@ def plan_moves(
     send_splits, recv_splits = [0] * world_size, [0] * world_size
     mine = ((holder == rank) | (owner == rank)).nonzero().view(-1)
     columns = torch.stack([holder, owner, nbytes, slot, position, local])[:, mine]
-    for source, to, count, *place in columns.t().tolist():
+    sources, owners, counts, *placed = columns.tolist()
+    for source, to, count, place in zip(
+        sources, owners, counts, map(Placement, *placed), strict=True
+    ):
         if source == to:
-            kept.append(Placement(*place))
+            kept.append(place)
         elif source == rank:
-            sends[to].append(Placement(*place))
+            sends[to].append(place)
             send_splits[to] += count
         else:
-            receives[source].append(Placement(*place))
+            receives[source].append(place)
             recv_splits[source] += count
     hosts = hosts or range(world_size)
-    host = torch.tensor(hosts)
-    apart = (host[holder] != host[owner]).nonzero().view(-1)
+    apart = torch.empty(0).long()
+    if len({*hosts}) > 1:
+        host = torch.tensor(hosts)
+        apart = (host[holder] != host[owner]).nonzero().view(-1)
     remote = _Pairs.of((holder * world_size + owner)[apart], nbytes[apart], world_size)
     return Moves(
         kept=tuple(sorted(kept)),
@@ -142,6 +148,8 @@ class _Pairs(NamedTuple):
     @classmethod
     def of(cls, pair: Tensor, nbytes: Tensor, world_size: int) -> Self:
         """Add up samples by pair, which is sender * world_size + receiver."""
+        if not len(pair):
+            return cls(pair, pair, nbytes, world_size)
         distinct, where = torch.unique(pair, return_inverse=True)
         total = torch.zeros_like(distinct).index_add_(0, where, nbytes)
         return cls(distinct // world_size, distinct % world_size, total, world_size)
@@ -196,9 +204,11 @@ def _check_coverage(index: Tensor, owner: Tensor, num_samples: int, world_size: 
         raise RuntimeError("the plan delivers a sample twice to one rank")
 
 
-def _digest(table: "array[int]", holders: Tensor, nbytes: Tensor) -> bytes:
+def _digest(table: "Sequence[array[int]]", holders: Tensor, nbytes: Tensor) -> bytes:
     """Return a digest of who holds what, how large it is, and where it goes."""
-    digest = hashlib.blake2b(table, digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for values in table:
+        digest.update(values)
     for column in (holders.contiguous(), nbytes.contiguous()):
         digest.update(ctypes.string_at(column.data_ptr(), column.nbytes))
     return digest.digest()

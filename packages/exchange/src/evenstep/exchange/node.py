@@ -1,5 +1,6 @@
 """The ranks of a group that run on one machine and can read each other's memory."""
 
+import ctypes
 import os
 import secrets
 import select
@@ -18,23 +19,34 @@ import torch.distributed as dist
 
 from evenstep.exchange.errors import ExchangeError, PeerLostError
 from evenstep.exchange.host_memory import rounded
+from evenstep.exchange.peer_memory import read_memory
 from evenstep.exchange.rounds import Kind, Rounds
 from evenstep.exchange.shared_region import Handle, MappedRegion, Region
 from evenstep.exchange.waiting import MOVING
 
 VARIABLE = "EVENSTEP_SHARED_MEMORY"
-"""Environment variable; "0" on a rank lets all its samples go over the network."""
+"""Environment variable; "0" on a rank lets all its samples go over the network, "packed" through
+shared memory in any case."""
 
-_CARD = struct.Struct("<16sqi16s")  # machine, process, descriptor, what can be read there
+_CARD = struct.Struct("<16sqiQ16s")  # the fields of _Card
 _LEAST_REGION_BYTES = 1 << 20
 
 
 class _Card(NamedTuple):
-    """How a rank can be reached; all zero if it cannot be."""
+    """How a rank can be reached; all zero if it cannot be.
+
+    Attributes:
+        machine: Which one it runs on.
+        process: Its id.
+        descriptor: Of a file that holds the secret.
+        address: Of the secret in its memory; 0 if that shall not be read.
+        secret: Random bytes.
+    """
 
     machine: bytes
     process: int
     descriptor: int
+    address: int
     secret: bytes
 
 
@@ -48,12 +60,14 @@ class Node:
             with no other is a node of its own. Equal on all ranks.
         ranks: The ranks of this node, ascending.
         processes: Their process ids.
+        lends: Whether all of them may read each other's memory where samples lie.
     """
 
     rank: int
     hosts: tuple[int, ...]
     ranks: tuple[int, ...]
     processes: tuple[int, ...] = ()
+    lends: bool = False
     _regions: list[Region] = field(default_factory=list)
     _mapped: dict[tuple[int, int], MappedRegion] = field(default_factory=dict)
     _watches: dict[int, int] = field(default_factory=dict)
@@ -81,13 +95,16 @@ class Node:
 
             def read() -> tuple[None, bytes]:
                 reached = [peer for peer, card in enumerate(cards) if _is_readable(card, own)]
-                return None, array("q", reached).tobytes()
+                in_place = [~peer for peer in reached if _is_readable_in_place(cards[peer])]
+                return None, array("q", reached + in_place).tobytes()
 
             _, told = rounds.gather(Kind.MEETING, read)
-        hosts = _hosts(cards, [{*memoryview(peers).cast("q")} for peers in told])
+        reached = [{*memoryview(peers).cast("q")} for peers in told]
+        hosts = _hosts(cards, reached)
         ranks = tuple(peer for peer, host in enumerate(hosts) if host == hosts[rank])
         processes = tuple(cards[peer].process for peer in ranks)
-        return cls(rank=rank, hosts=hosts, ranks=ranks, processes=processes)
+        lends = all(~peer in reached[reader] for peer in ranks for reader in ranks)
+        return cls(rank=rank, hosts=hosts, ranks=ranks, processes=processes, lends=lends)
 
     def region(self, nbytes: int) -> tuple[Region, int]:
         """Return a region with room for `nbytes`, and a number for its new content."""
@@ -116,11 +133,11 @@ class Node:
         if key not in self._mapped:
             for retired in [key for key, region in self._mapped.items() if region.is_retired]:
                 del self._mapped[retired]
-            process = self.processes[self.ranks.index(peer)]
-            place = self.ranks.index(self.rank)
+            there, here = self.ranks.index(peer), self.ranks.index(self.rank)
             try:
+                self.watch(there)  # before the mapping proves that the process is the peer
                 self._mapped[key] = MappedRegion(
-                    process, handle, num_ranks=len(self.ranks), place=place
+                    self.processes[there], handle, num_ranks=len(self.ranks), place=here
                 )
             except (FileNotFoundError, ProcessLookupError) as error:
                 raise PeerLostError([peer], doing=MOVING, cause=str(error)) from error
@@ -133,10 +150,8 @@ class Node:
 
     def has_ended(self, place: int) -> bool:
         """Return whether the process of a rank, by its place on the node, is known to be gone."""
-        assert sys.platform == "linux"
         try:
-            if place not in self._watches:
-                self._watches[place] = os.pidfd_open(self.processes[place])
+            self.watch(place)
         except ProcessLookupError:
             return True
         except OSError:  # such as no descriptor left
@@ -144,6 +159,17 @@ class Node:
         poll = select.poll()
         poll.register(self._watches[place], select.POLLIN)
         return bool(poll.poll(0))
+
+    def watch(self, place: int) -> None:
+        """Make sure that `has_ended` will know, even once another process has the rank's id.
+
+        Raises:
+            ProcessLookupError: If the process is gone.
+            OSError: If this process has no descriptor left.
+        """
+        assert sys.platform == "linux"
+        if place not in self._watches:
+            self._watches[place] = os.pidfd_open(self.processes[place])
 
     def __del__(self) -> None:
         for descriptor in self._watches.values():
@@ -164,7 +190,7 @@ def node_of(group: dist.ProcessGroup, rank: int, rounds: Rounds) -> Node:
 
 def _shown(kept: ExitStack) -> tuple[_Card, bytes]:
     """Return how peers can reach this rank, and that as bytes; what they shall read is `kept`."""
-    card = _Card(bytes(16), 0, 0, bytes(16))
+    card = _Card(bytes(16), 0, 0, 0, bytes(16))
     if sys.platform == "linux" and os.environ.get(VARIABLE) != "0":
         secret = secrets.token_bytes(16)
         # Without /proc, or in a Python or a sandbox without these calls, the card stays empty.
@@ -173,7 +199,10 @@ def _shown(kept: ExitStack) -> tuple[_Card, bytes]:
             descriptor = os.memfd_create("evenstep", os.MFD_CLOEXEC)
             kept.callback(os.close, descriptor)
             os.pwrite(descriptor, secret, 0)
-            card = _Card(_machine(), os.getpid(), descriptor, secret)
+            buffer = ctypes.create_string_buffer(secret, len(secret))
+            kept.callback(memoryview(buffer).release)
+            address = 0 if os.environ.get(VARIABLE) == "packed" else ctypes.addressof(buffer)
+            card = _Card(_machine(), os.getpid(), descriptor, address, secret)
     return card, _CARD.pack(*card)
 
 
@@ -194,6 +223,14 @@ def _is_readable(card: _Card, own: _Card) -> bool:
         closing.callback(os.close, descriptor)
         return os.pread(descriptor, len(card.secret), 0) == card.secret
     return False
+
+
+def _is_readable_in_place(card: _Card) -> bool:
+    read = ctypes.create_string_buffer(len(card.secret))
+    with suppress(OSError):
+        if card.address:
+            read_memory(card.process, [(ctypes.addressof(read), card.address, len(card.secret))])
+    return read.raw == card.secret
 
 
 def _hosts(cards: Sequence[_Card], reached: Sequence[set[int]]) -> tuple[int, ...]:

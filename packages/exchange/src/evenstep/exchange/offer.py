@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,10 @@ class Offer:
 
     def cost_columns(self) -> tuple[int, "array[float]"]:
         """Return the number of costs per sample and all costs, sample by sample, as float64."""
+        if {*map(type, self.costs)} == {float}:
+            costs = array("d", cast("Sequence[float]", self.costs))
+            if all(map(math.isfinite, costs)) and min(costs) >= 0:
+                return 1, costs
         rows = [_cost_row(index, cost) for index, cost in enumerate(self.costs)]
         widths = {len(row) for row in rows} or {1}
         if len(widths) > 1 or not 1 <= max(widths) <= MAX_COSTS:

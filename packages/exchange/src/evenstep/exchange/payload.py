@@ -61,7 +61,7 @@ class Payload:
         if received.is_cuda:
             # It may come from the other stream's memory, and the current one is about to use it.
             received.record_stream(torch.cuda.current_stream())
-        self._samples = ()
+        self._samples, self._works = (), []
         self._sent = self._received = torch.empty(0, dtype=torch.uint8)
         return received
 

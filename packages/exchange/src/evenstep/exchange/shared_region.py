@@ -22,17 +22,27 @@ import torch
 _WORD_BYTES = 8
 _HEAD_WORDS = 2
 _RANK_WORDS = 3
+_BEGIN, _MAPPED, _DONE = range(_RANK_WORDS)
 _PAGE_BYTES = 1 << 12
-_HANDLE = struct.Struct("<qqqi")
+_HANDLE = struct.Struct("<qqqi?")
 
 
 class Handle(NamedTuple):
-    """What a process needs to map another's region; `content` numbers what it holds now."""
+    """What a process needs to map another's region.
+
+    Attributes:
+        identity: A random number, found in the region too.
+        content: The number of what it holds now.
+        nbytes: Its size.
+        descriptor: Its file, in the process that owns it.
+        lends: Whether it holds not samples, but where they lie in that process.
+    """
 
     identity: int
     content: int
     nbytes: int
     descriptor: int
+    lends: bool
 
     def encode(self) -> bytes:
         """Return the handle's bytes in a control message."""
@@ -76,43 +86,53 @@ class Region:
         self._identity = self._words[0] = secrets.randbits(63)
         self._size, self.capacity = size, capacity
         self._number = 0
+        self._lends = False
         self.is_committed = False
         self._readers: list[int] = []
 
-    def fill(self, number: int, nbytes: Sequence[int]) -> torch.Tensor:
+    def fill(self, number: int, nbytes: Sequence[int], *, lends: bool = False) -> torch.Tensor:
         """Begin new content; return uint8 [sum of nbytes] to write it to.
 
         Args:
             number: Numbers the content, other than any before.
             nbytes: Bytes of the content for each rank of the node, in order.
+            lends: Whether the content says where something else lies, which readers need too.
         """
         assert self.is_free
         self._number = self._words[1] = number
+        self._lends = lends
         self.is_committed = False
         self._readers = [place for place, count in enumerate(nbytes) if count]
         for place, begin in enumerate(accumulate(nbytes[:-1], initial=0)):
-            self._words[_HEAD_WORDS + _RANK_WORDS * place] = begin
+            self._words[_HEAD_WORDS + _RANK_WORDS * place + _BEGIN] = begin
         return self._content[: sum(nbytes)]
 
     @property
     def handle(self) -> Handle:
         """What the readers need."""
-        return Handle(self._identity, self._number, self._size, self._descriptor)
+        return Handle(self._identity, self._number, self._size, self._descriptor, self._lends)
 
     def late(self, number: int) -> list[int]:
-        """Return the readers that have not mapped some content, by place on the node.
+        """Return the readers that need this process for some content, by place on the node.
 
-        Nobody is late for content that others have replaced: all were done with it.
+        They have not mapped it yet; or, where it lends, are not done with it. Nobody is late for
+        content that was replaced: all were done with it.
         """
         if number != self._number:
             return []
-        return [place for place in self._readers if self._word(place, 1) != number]
+        mark = _DONE if self._lends else _MAPPED
+        return [place for place in self._readers if self._word(place, mark) != number]
+
+    def withdraw(self, number: int) -> None:
+        """Tell readers that come late that what some content lends is not there any more."""
+        if number == self._number and self._lends:
+            self._words[1] = 0
 
     @property
     def is_free(self) -> bool:
         """Whether all readers are done with the content, or will never hear of it."""
         return not self.is_committed or all(
-            self._word(place, 2) == self._number for place in self._readers
+            self._word(place, _DONE) == self._number for place in self._readers
         )
 
     def retire(self) -> None:
@@ -156,14 +176,17 @@ class MappedRegion:
 
     def take(self, number: int, nbytes: int) -> torch.Tensor:
         """Return this rank's bytes of the content, and tell the owner that they are mapped."""
-        assert self._words[1] == number
-        begin = self._words[self._first]
-        self._words[self._first + 1] = number
+        begin = self._words[self._first + _BEGIN]
+        self._words[self._first + _MAPPED] = number
         return self._content[begin : begin + nbytes]
+
+    def holds(self, number: int) -> bool:
+        """Return whether the content is there, and with it what it lends."""
+        return self._words[1] == number
 
     def done(self, number: int) -> None:
         """Tell the owner that this rank does not read the content any more."""
-        self._words[self._first + 2] = number
+        self._words[self._first + _DONE] = number
 
 
 def _content_start(num_ranks: int) -> int:

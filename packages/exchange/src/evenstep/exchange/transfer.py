@@ -1,8 +1,8 @@
 """The samples of one agreed plan on their way: packed, launched, and handed out."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -19,14 +19,15 @@ from evenstep.exchange.payload_group import PayloadGroup
 from evenstep.exchange.waiting import Patience
 from evenstep.serialize import (
     VALUES_KEY,
+    LaidOutSample,
     Leaf,
     Manifest,
-    PackedSample,
     PackedSamples,
     SampleLayout,
     unfold_values,
 )
 
+_SETTLE_S = 5.0  # for peers to come for what they were promised
 _SLOT_AND_POSITION = itemgetter(0, 1)
 
 
@@ -81,16 +82,29 @@ class Transfer:
         sources = [source for source, places in enumerate(moves.receives) if places]
         # As their bytes lie: all that come over the network in one buffer, then rank by rank.
         self._sources = sorted(sources, key=lambda source: moves.shared[source])
-        self._incoming = [
-            (source, place) for source in self._sources for place in moves.receives[source]
-        ]
-        self._incoming_layouts = [
-            agreement.reports[source].layout(place.local_idx) for source, place in self._incoming
-        ]
+        self._layouts = {
+            source: [
+                agreement.reports[source].layout(place.local_idx)
+                for place in moves.receives[source]
+            ]
+            for source in self._sources
+        }
         device = _device_of(agreement.samples, default=device)
         self._payload = Payload(group, *self._outgoing(shared=False), moves, device=device)
-        self._handover = Handover(node, *self._outgoing(shared=True), moves, device=device)
+        self._handover = Handover(
+            node, *self._outgoing(shared=True), moves, arriving=self._layouts, device=device
+        )
         self.commitment = moves.digest + self._handover.message
+
+    @property
+    def lends(self) -> bool:
+        """Whether peers of the node copy this rank's samples from where they lie."""
+        return self._handover.lends
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of this rank's samples that were copied in order to send them."""
+        return self._handover.packed_nbytes + sum(self.moves.over_network(self.moves.send_splits))
 
     def _outgoing(
         self, *, shared: bool
@@ -109,7 +123,10 @@ class Transfer:
         """Return holder, placement and layout of all samples that will be on this rank."""
         kept = [(self._rank, place) for place in self.moves.kept]
         layouts = [self._agreement.layouts[place.local_idx] for place in self.moves.kept]
-        return kept + self._incoming, layouts + self._incoming_layouts
+        come = [
+            (source, place) for source in self._sources for place in self.moves.receives[source]
+        ]
+        return kept + come, [*layouts, *chain.from_iterable(self._layouts.values())]
 
     def take(self, commitments: Sequence[memoryview]) -> None:
         """Open what the peers of this node have packed, once all ranks have committed.
@@ -126,67 +143,95 @@ class Transfer:
         """Start moving the samples; every rank's launches follow the same order."""
         self._payload.launch()
 
-    def wait(self, *, borrow: bool = False) -> list[Arrival]:
+    def wait(self) -> list[Arrival]:
         """Wait for the samples and return all that belong here, by slot and canonical position.
 
-        On CUDA this makes the current stream wait, not the calling thread. Call it once.
-
-        Args:
-            borrow: Hand out samples that make views when asked for them, of other ranks' memory
-                where they share it with this one. They are void once `release` is called, and a
-                sender needs more memory until then.
+        On CUDA this makes the current stream wait, not the calling thread. Call it once. This
+        rank's own samples may be written to afterwards, as its peers of the node are done with
+        them.
 
         Raises:
             ExchangeError: If peers are lost or late.
         """
-        received = self._payload.wait(self._patience)
+        with self.borrowed(borrow=False) as arrivals:
+            return [arrival._replace(sample={**arrival.sample}) for arrival in arrivals]
+
+    @contextlib.contextmanager
+    def borrowed(self, *, borrow: bool = True, part: bool = True) -> Iterator[list[Arrival]]:
+        """Do as `wait`, for samples that are copied, or done with, by the end of a `with` block.
+
+        They make tensors when asked for them, of other ranks' memory where they share it with this
+        one, and are void after the block.
+
+        Args:
+            borrow: False for samples with memory of their own.
+            part: Whether to `part` at the end of the block. If not, do so later.
+
+        Raises:
+            ExchangeError: If peers are lost or late.
+        """
+        try:
+            yield self._arrivals(borrow=borrow)
+        except BaseException as error:
+            self.release()
+            # If it is this rank that fails, and nobody hurries it, the peers come for its samples.
+            if part and isinstance(error, Exception) and not isinstance(error, ExchangeError):
+                with contextlib.suppress(ExchangeError):
+                    self.part()
+            raise
+        self.release()
+        if part:
+            self.part()
+
+    def part(self) -> None:
+        """Wait until the peers of the node need this rank for its samples no more.
+
+        Until then the samples must stay as they are. A peer that has not read them yet may wait
+        for other things than this window first.
+
+        Raises:
+            ExchangeError: If peers are lost or late.
+        """
         self._handover.wait(self._patience)
-        kept = [self._agreement.offer.samples[place.local_idx] for place in self.moves.kept]
-        with collection_paused():
-            samples = [*kept, *map(_as_it_was, self._unpacked(received, borrow=borrow))]
-            if not borrow:
-                samples = [s if isinstance(s, dict) else {**s} for s in samples]
-                self.release()
-            places = chain(self.moves.kept, [place for _, place in self._incoming])
-            arrivals = [
-                Arrival(place.dst_slot, place.canonical_pos, sample)
-                for place, sample in zip(places, samples, strict=True)
-            ]
-        return sorted(arrivals, key=_SLOT_AND_POSITION)
 
     def settle(self) -> None:
         """Wait until the peers have this rank's samples, or cannot get them; give up its own."""
         self.release()
         with contextlib.suppress(ExchangeError):
             self._payload.settle(self._patience)
+        # A stop is what most often leads here, and the peers still need what was promised to them.
         with contextlib.suppress(ExchangeError):
-            self._handover.wait(self._patience)
+            self._handover.wait(Patience(timeout_s=min(_SETTLE_S, self._patience.timeout_s)))
 
     def release(self) -> None:
-        """Give borrowed memory back; the receive buffer comes back once no tensor is on it."""
+        """Tell the peers that this rank needs their memory no more."""
         self._handover.release()
 
-    def _unpacked(self, received: torch.Tensor, *, borrow: bool) -> Iterator[PackedSample]:
-        """Yield the samples that came, in the order of `_incoming`."""
-        layouts = iter(self._incoming_layouts)
-        remote, near = 0, []
+    def _arrivals(self, *, borrow: bool) -> list[Arrival]:
+        received = self._payload.wait(self._patience)
+        kept = [self._agreement.offer.samples[place.local_idx] for place in self.moves.kept]
+        with collection_paused():
+            samples = [*kept, *map(_as_it_was, self._unpacked(received, borrow=borrow))]
+            places = chain(
+                self.moves.kept, *[self.moves.receives[source] for source in self._sources]
+            )
+            arrivals = [
+                Arrival(place.dst_slot, place.canonical_pos, sample)
+                for place, sample in zip(places, samples, strict=True)
+            ]
+        return sorted(arrivals, key=_SLOT_AND_POSITION)
+
+    def _unpacked(self, received: torch.Tensor, *, borrow: bool) -> Iterator[LaidOutSample]:
+        """Yield the samples that came, source by source."""
+        shared = self.moves.shared
+        far = [layouts for source, layouts in self._layouts.items() if not shared[source]]
+        yield from PackedSamples(Manifest(tuple(chain.from_iterable(far))), received)
         for source in self._sources:
-            count = len(self.moves.receives[source])
-            if self.moves.shared[source]:
-                near.append((source, count))
-            else:
-                remote += count
-        yield from _samples(received, islice(layouts, remote))
-        for source, count in near:
-            content = self._handover.bytes_from(source, borrow=borrow)
-            yield from _samples(content, islice(layouts, count))
+            if shared[source]:
+                yield from self._handover.samples_from(source, borrow=borrow)
 
 
-def _samples(content: torch.Tensor, layouts: Iterable[SampleLayout]) -> PackedSamples:
-    return PackedSamples(Manifest(tuple(layouts)), content)
-
-
-def _as_it_was(sample: PackedSample) -> Mapping[str, Leaf]:
+def _as_it_was(sample: LaidOutSample) -> Mapping[str, Leaf]:
     """Unfold the plain values, from bytes of their own: they shall not hold the whole buffer."""
     if VALUES_KEY not in sample.layout.schema.places:
         return sample

@@ -166,9 +166,9 @@ class StepScheduler(ABC, Generic[PlanT, GroupsT]):
         transfer = self._prepare(agreement, plan, lengths)
         transfer.launch()
         arrived: list[list[Sample]] = [[] for _ in range(plan.num_microbatches)]
-        for arrival in transfer.wait(borrow=True):
-            arrived[arrival.dst_slot].append(tensors_of(arrival.sample))
-        try:
+        with transfer.borrowed() as arrivals:  # the packs are copies
+            for arrival in arrivals:
+                arrived[arrival.dst_slot].append(tensors_of(arrival.sample))
             return [
                 {
                     **pack_microbatch(
@@ -181,5 +181,3 @@ class StepScheduler(ABC, Generic[PlanT, GroupsT]):
                 }
                 for samples, pack in zip(arrived, self._packs(plan), strict=True)
             ]
-        finally:
-            transfer.release()  # the packs are copies

@@ -102,6 +102,8 @@ def check_schemas(layout: BatchLayout, schemas: Sequence[Sequence[SampleSchema]]
 
 def _compare(owners: Collection[_Owner]) -> None:
     """Raise if a field looks different in two owners, or one lacks a field that it must have."""
+    if len(owners) < 2:
+        return
     firsts: dict[str, tuple[_Owner, _Field]] = {}
     for owner in owners:
         for key, field in owner.fields.items():

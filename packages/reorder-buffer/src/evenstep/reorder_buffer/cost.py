@@ -270,5 +270,6 @@ def _count_per_sample(read: MicrobatchFields, key: str, marks: torch.Tensor) -> 
         raise ValueError(
             f"field {key!r}: the layout gives it no batch dim, so it has no cost per sample."
         )
-    counts: list[int] = marks.count_nonzero(dim=1 - dim).tolist()
+    marks = marks.bool().view(torch.uint8)
+    counts: list[int] = marks.sum(dim=1 - dim, dtype=torch.int32).tolist()  # sooner than it counts
     return counts

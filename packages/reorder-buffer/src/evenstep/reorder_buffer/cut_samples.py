@@ -1,7 +1,7 @@
 """The samples of a micro-batch in host memory, cut by arithmetic: no tensor for each field."""
 
 from collections.abc import Iterator, KeysView, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -85,12 +85,11 @@ def _known_layouts(
 class _Batch:
     """What the samples of one micro-batch share."""
 
-    __slots__ = ("by_place", "fields", "layouts")
-
     def __init__(self, fields: Mapping[str, CutField | None]) -> None:
         self.fields = fields
         cut = {key: field for key, field in fields.items() if field is not None}
         self.by_place = [cut[key] for key in sorted(cut)]
+        self.is_pageable = not any(field.tensor.is_pinned() for field in self.by_place)
         form = tuple([(key, field and field.form) for key, field in fields.items()])
         known = _known_layouts(form)
         self.layouts: list[SampleLayout] = []
@@ -100,6 +99,15 @@ class _Batch:
                     known.clear()
                 layout = known[rows] = sample_layout(self.views(index))
             self.layouts.append(layout)
+
+    @cached_property
+    def parts(self) -> list[tuple[Part, ...]]:
+        """By sample: where each tensor lies."""
+        columns = []
+        for field in self.by_place:
+            address, step = field.tensor.data_ptr(), field.step
+            columns.append([(address + start * field.row_nbytes, step) for start in field.starts])
+        return [*zip(*columns, strict=True)]
 
     def views(self, index: int) -> dict[str, torch.Tensor | None]:
         return {
@@ -139,13 +147,14 @@ class CutSample(LaidOutSample):
         """True: what lies elsewhere is not cut in this way."""
         return True
 
-    def parts(self) -> list[Part]:
+    @property
+    def is_pageable(self) -> bool:
+        """Whether no tensor is page-locked."""
+        return self._batch.is_pageable
+
+    def parts(self) -> Sequence[Part]:
         """Return where the tensor of each of ``layout.placed`` lies now."""
-        index = self._index
-        return [
-            (field.tensor.data_ptr() + field.starts[index] * field.row_nbytes, field.step)
-            for field in self._batch.by_place
-        ]
+        return self._batch.parts[self._index]
 
 
 def cut_samples(fields: Mapping[str, CutField | None]) -> list[CutSample]:

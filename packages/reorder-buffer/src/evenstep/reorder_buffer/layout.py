@@ -20,11 +20,12 @@ from evenstep.reorder_buffer.field_kinds import (
 from evenstep.reorder_buffer.item_counts import Counts, ItemCounter
 from evenstep.reorder_buffer.microbatch_fields import MicrobatchFields
 from evenstep.serialize import (
+    Copies,
     FieldJoiner,
     FlatSample,
-    LaidOutSample,
     Leaf,
     flatten_nested,
+    is_laid_out,
     unflatten_nested,
 )
 
@@ -210,17 +211,15 @@ class BatchLayout:
 
     def merge_each(self, slots: Sequence[Sequence[Mapping[str, Leaf]]]) -> list[MicroBatch]:
         """Return :meth:`merge` of each of several micro-batches, copying for all at the end."""
-        merged, joiners = [], []
+        merged, copies = [], Copies()
         with torch.no_grad(), collection_paused():
             for flats in slots:
-                laid_out = [flat for flat in flats if isinstance(flat, LaidOutSample)]
+                laid_out = [flat for flat in flats if is_laid_out(flat)]
                 joiner = None
                 if laid_out and len(laid_out) == len(flats):
-                    joiner = FieldJoiner(laid_out, HOST_MEMORY.empty)
-                    joiners.append(joiner)
+                    joiner = FieldJoiner(laid_out, HOST_MEMORY.empty, copies)
                 merged.append(self._merged(flats, joiner))
-        for joiner in joiners:
-            joiner.copy()
+        copies.make()
         return merged
 
     def _merged(
@@ -229,7 +228,9 @@ class BatchLayout:
         if not flats:
             raise ValueError("flats is empty: a micro-batch needs at least one sample to merge.")
         keys: Iterable[str] = flats[0]
-        if any(flat.keys() != flats[0].keys() for flat in flats):
+        if not (joiner is not None and joiner.is_uniform) and any(
+            flat.keys() != flats[0].keys() for flat in flats
+        ):
             keys = self._all_keys(flats)
         return unflatten_nested({key: self._join(key, flats, joiner) for key in keys})
 

@@ -89,10 +89,12 @@ def exchange_window(
         return Collected(batches, False, WindowSpan(0, ReaderPlace(), ReaderPlace()))
 
     observer = WindowObserver(dp_rank, log=probe)
-    prepared = WindowPipeline(balancer, exchange, observer=observer).prepare(collect)
+    pipeline = WindowPipeline(balancer, exchange, observer=observer)
+    prepared = pipeline.prepare(collect)
     assert prepared is not None  # only exhausted data ends
     prepared.launch()
     window = prepared.finish()
+    pipeline.part()
     if window.measured is not None:
         log_slots(window.measured.plan.slots)
     return window.batches

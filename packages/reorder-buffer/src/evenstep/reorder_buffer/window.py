@@ -107,8 +107,11 @@ class WindowPipeline(Generic[BatchT]):
             evenstep.exchange.ExchangeError: If peers failed, disagree, or are lost.
         """
         if self._over:
+            self.part()
             return None
         try:
+            # Here and no sooner: a peer joins a window after it has prepared the next.
+            self.part()
             return self._prepare(collect)
         except ExchangeError:  # which all ranks raise, or none can hear any more
             self._over = True
@@ -122,6 +125,7 @@ class WindowPipeline(Generic[BatchT]):
         """
         for window in [*self._unfinished]:
             window.launch()
+            window.release()
         if not self._over:
             self._over = True
             self.exchange.leave(cause)
@@ -131,8 +135,14 @@ class WindowPipeline(Generic[BatchT]):
         for window in [*self._unfinished]:
             window.settle()
 
-    def finished(self, window: "PreparedWindow[BatchT]") -> None:
-        """Forget a window whose samples have arrived."""
+    def part(self) -> None:
+        """Wait until the peers are done with the windows that are finished here."""
+        for window in [*self._unfinished]:
+            if window.is_finished:
+                window.part()
+
+    def parted(self, window: "PreparedWindow[BatchT]") -> None:
+        """Forget a window that nobody needs any more."""
         self._unfinished.remove(window)
 
     def _prepare(self, collect: Callable[[], Collected[BatchT]]) -> "PreparedWindow[BatchT] | None":
@@ -246,6 +256,9 @@ class PreparedWindow(Generic[BatchT]):
     """A window that all ranks have committed to; made by `WindowPipeline.prepare`.
 
     Its samples must be launched whatever happens, because the peers wait for them.
+
+    Attributes:
+        is_finished: Whether its samples have arrived, and are joined.
     """
 
     def __init__(
@@ -264,12 +277,13 @@ class PreparedWindow(Generic[BatchT]):
         self._transfer = transfer
         self._num_slots = num_slots
         self._span, self._last, self._clock, self._measured = span, last, clock, measured
+        self.is_finished = False
         self._launches = threading.Lock()  # taken by the one launch that there is
         moves, keeps_views = transfer.moves, pipeline.balancer.keeps_views
         sent, received = sum(moves.send_splits), sum(moves.recv_splits)
         # What peers of this node hand over is in their memory, unless this rank must keep it.
         own = received if keeps_views else sum(moves.over_network(moves.recv_splits))
-        self._nbytes = read_bytes + sent + own
+        self._nbytes = read_bytes + transfer.packed_nbytes + own
         self._joined_nbytes = read_bytes - sent + received
         pipeline.residency.add(self._nbytes)
 
@@ -279,6 +293,10 @@ class PreparedWindow(Generic[BatchT]):
             with self._clock.phase("transfer"):
                 self._transfer.launch()
 
+    def release(self) -> None:
+        """Let go of the peers' samples: this window will not be finished."""
+        self._transfer.release()
+
     def settle(self) -> None:
         """Wait until the samples have moved, without a look at them."""
         self._transfer.settle()
@@ -286,14 +304,20 @@ class PreparedWindow(Generic[BatchT]):
     def finish(self) -> BalancedWindow[BatchT]:
         """Wait for the samples and join them; return the window's micro-batches of this rank."""
         balancer, residency = self._pipeline.balancer, self._pipeline.residency
-        with self._clock.phase("transfer"):
-            arrivals = self._transfer.wait(borrow=not balancer.keeps_views)
-        self._pipeline.finished(self)
-        residency.join(self._joined_nbytes)
-        try:
+        with ExitStack() as moving:
+            with self._clock.phase("transfer"):
+                borrowed = self._transfer.borrowed(borrow=not balancer.keeps_views, part=False)
+                arrivals = moving.enter_context(borrowed)
+            residency.join(self._joined_nbytes)
             with self._clock.phase("merge"):
                 batches = balancer.merge(arrivals, self._num_slots)
-        finally:
-            self._transfer.release()
-        residency.add(-self._nbytes)
+        self.is_finished = True
+        if not self._transfer.lends:
+            self.part()
         return BalancedWindow(batches, self._span, self._last, self._measured)
+
+    def part(self) -> None:
+        """Wait until the peers are done with this rank's samples, and forget the window."""
+        self._transfer.part()
+        self._pipeline.parted(self)
+        self._pipeline.residency.add(-self._nbytes)

@@ -5,7 +5,18 @@ from evenstep.serialize.dtypes import ALIGNMENT
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.files import dump, load
 from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
-from evenstep.serialize.laid_out import FEW_ROWS, FieldJoiner, LaidOutSample, Part
+from evenstep.serialize.laid_out import (
+    FEW_ROWS,
+    Copier,
+    Copies,
+    Copy,
+    FieldJoiner,
+    LaidOutSample,
+    Part,
+    copies_of_part,
+    is_laid_out,
+    largest_memmove,
+)
 from evenstep.serialize.layout import TensorSample, sample_layout
 from evenstep.serialize.manifest import Manifest
 from evenstep.serialize.metadata import (
@@ -32,6 +43,9 @@ __all__ = [
     "ALIGNMENT",
     "FEW_ROWS",
     "VALUES_KEY",
+    "Copier",
+    "Copies",
+    "Copy",
     "DecodeError",
     "FieldJoiner",
     "FieldSpec",
@@ -47,11 +61,14 @@ __all__ = [
     "SampleMeta",
     "SampleSchema",
     "TensorSample",
+    "copies_of_part",
     "deserialize_sample",
     "dump",
     "dumps",
     "flatten_nested",
     "fold_values",
+    "is_laid_out",
+    "largest_memmove",
     "load",
     "loads",
     "pack",

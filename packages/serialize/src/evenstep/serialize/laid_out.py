@@ -6,8 +6,10 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, starmap
-from typing import TypeAlias, TypeGuard
+from operator import itemgetter
+from typing import TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ A tensor of rows has few of them, ``FEW_ROWS`` at most, and each is contiguous.
 
 Copy: TypeAlias = tuple[int, int, int]
 """To which address, from which, and how many bytes."""
+
+Copier: TypeAlias = Callable[[Sequence[Copy], int], None]
+"""Makes copies; the addresses to copy to are counted from its second argument."""
 
 FEW_ROWS = 16
 """Up to so many rows of a tensor are copied with a memmove each, rather than with one copy_."""
@@ -46,7 +51,7 @@ class LaidOutSample(Mapping[str, Tensor | None], ABC):
     __slots__ = ()
 
     def __contains__(self, key: object) -> bool:
-        return key in self.keys()  # without making a view
+        return key in self.layout.schema.places  # without making a view
 
     @property
     @abstractmethod
@@ -59,18 +64,46 @@ class LaidOutSample(Mapping[str, Tensor | None], ABC):
         """Whether all tensors lie in host memory, so that :meth:`parts` tells where."""
 
     @abstractmethod
-    def parts(self) -> list[Part]:
+    def parts(self) -> Sequence[Part]:
         """Return where the tensor of each of ``layout.placed`` lies now."""
+
+    @property
+    def is_pageable(self) -> bool:
+        """Whether that is known to be ordinary memory, which other processes may read too.
+
+        Page-locked memory of an accelerator, for one, may not be.
+        """
+        return False
+
+    @property
+    def copier(self) -> Copier:
+        """What copies from there; another one than memmove if it is not this process's memory."""
+        return copy_all
 
 
 def is_laid_out(flat: Mapping[str, object]) -> TypeGuard[LaidOutSample]:
-    """Tell whether a sample is one; most are dicts, which are told apart in no time."""
-    return type(flat) is not dict and isinstance(flat, LaidOutSample)
+    """Tell whether a sample is one, in less time than an abstract class takes."""
+    return _is_laid_out(type(flat))
+
+
+@lru_cache(64)
+def _is_laid_out(kind: type) -> bool:
+    return issubclass(kind, LaidOutSample)
 
 
 def largest_memmove() -> int:
     """Return up to how many bytes a memmove is the fastest copy."""
     return _LARGE_NBYTES if torch.get_num_threads() > 1 else sys.maxsize
+
+
+def copies_of_part(to: int, part: Part, field: PlacedField) -> list[Copy]:
+    """Return the copies that bring a tensor, contiguous, to an address."""
+    source, step = part
+    if not step:
+        return [(to, source, field.nbytes)]
+    num_rows = field.shape[0]
+    size = field.nbytes // num_rows
+    return [(to + row * size, source + row * step, size) for row in range(num_rows)]
 
 
 def copy_all(copies: Sequence[Copy], base: int = 0) -> None:
@@ -84,28 +117,64 @@ def copy_all(copies: Sequence[Copy], base: int = 0) -> None:
         deque(starmap(ctypes.memmove, large), 0)
 
 
+class Copies:
+    """Copies to make at the end, because code that runs between two copies runs without cache."""
+
+    __slots__ = ("_by_copier",)
+
+    def __init__(self) -> None:
+        self._by_copier: dict[Copier, list[Copy]] = {}
+
+    def by(self, copier: Copier) -> list[Copy]:
+        """Return the list that takes the copies for one copier to make."""
+        return self._by_copier.setdefault(copier, [])
+
+    def make(self, base: int = 0) -> None:
+        """Make all copies; the addresses to copy to are counted from ``base``."""
+        for copier, copies in self._by_copier.items():
+            copier(copies, base)
+
+
+_Column: TypeAlias = tuple[Sequence[PlacedField], Sequence[Part], Sequence[list[Copy]]]
+"""One field of several samples: how it is laid out, where it lies, and what takes its copies."""
+
+_NO_COLUMN: _Column = ((), (), ())
+_STEP = itemgetter(1)
+
+
 class FieldJoiner:
     """Concatenates fields of many samples from where they lie, each byte copied once.
-
-    All bytes are copied at the end, because code that runs between two copies runs without cache.
 
     Args:
         samples: One or more samples.
         empty: Returns contiguous host memory for a shape and dtype.
+        copies: Takes the copies, which are still to be made; until then the samples must live.
     """
 
-    __slots__ = ("_copies", "_empty", "_is_cpu", "_layouts", "_parts", "_samples")
+    __slots__ = ("_columns", "_copies", "_empty", "_is_cpu", "_layouts", "_parts")
 
     def __init__(
         self,
         samples: Sequence[LaidOutSample],
         empty: Callable[[Sequence[int], torch.dtype], Tensor],
+        copies: Copies,
     ) -> None:
-        self._samples, self._empty = samples, empty  # the samples hold what is yet to be copied
+        self._empty = empty
         self._layouts = [sample.layout for sample in samples]
         self._is_cpu = all(sample.is_cpu for sample in samples)
+        # For each sample, the list that takes its copies.
+        self._copies = [copies.by(sample.copier) for sample in samples]
         self._parts = [sample.parts() for sample in samples] if self._is_cpu else []
-        self._copies: list[Copy] = []
+        self._columns: list[_Column] = []  # where all samples are of one schema
+        if self.is_uniform:
+            placed = zip(*[layout.placed for layout in self._layouts], strict=True)
+            parts = zip(*self._parts, strict=True)
+            self._columns = [(*pair, self._copies) for pair in zip(placed, parts, strict=False)]
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all samples have the same fields, of the same dtypes and numbers of dims."""
+        return len({id(layout.schema) for layout in self._layouts}) == 1
 
     def ndim(self, key: str) -> int | None:
         """Return the dims of the first tensor with this key; None if there is none."""
@@ -116,7 +185,7 @@ class FieldJoiner:
         return None
 
     def join(self, key: str, dim: int) -> Tensor | None:
-        """Return the concatenation of one field, whose bytes come with :meth:`copy`.
+        """Return the concatenation of one field, whose bytes are still to be copied.
 
         Args:
             key: The flat key. Samples without it are left out.
@@ -127,9 +196,8 @@ class FieldJoiner:
             device, large or unlike the others, there are many rows before ``dim``, or no such
             ``dim`` >= 0.
         """
-        found = self._find(key)
-        fields = [field for field, _ in found]
-        if not (found and _fit(fields, dim)) or (dim != 1 and any(step for _, (_, step) in found)):
+        fields, parts, copies = self._column(key)
+        if not _fit(fields, dim) or (dim != 1 and any(map(_STEP, parts))):
             return None
         shape = fields[0].shape
         length = sum([field.shape[dim] for field in fields])
@@ -140,30 +208,34 @@ class FieldJoiner:
         row_nbytes = places.pop() - joined.data_ptr()
         for row in range(num_rows):
             below = row * row_nbytes
-            self._copies += [
-                (place + below, source + row * (step or size), size)
-                for place, (_, (source, step)), size in zip(places, found, sizes, strict=True)
-            ]
+            for place, (source, step), size, taking in zip(
+                places, parts, sizes, copies, strict=True
+            ):
+                taking.append((place + below, source + row * (step or size), size))
         return joined
 
-    def copy(self) -> None:
-        """Copy the bytes of all that was joined."""
-        copy_all(self._copies)
-
-    def _find(self, key: str) -> list[tuple[PlacedField, Part]]:
-        """Return the field in each sample that has it; nothing if it must not be joined here."""
+    def _column(self, key: str) -> "_Column":
+        """Return one field of the samples that have it; of none if it must not be joined here."""
+        if self._columns:
+            place = self._layouts[0].schema.places.get(key)
+            return _NO_COLUMN if place is None else self._columns[place]
         places = [layout.schema.places.get(key, -1) for layout in self._layouts]
         if None in places or not self._is_cpu:
-            return []
-        return [
-            (layout.placed[place], parts[place])
-            for place, layout, parts in zip(places, self._layouts, self._parts, strict=True)
+            return _NO_COLUMN
+        found = [
+            (layout.placed[place], parts[place], copies)
+            for place, layout, parts, copies in zip(
+                places, self._layouts, self._parts, self._copies, strict=True
+            )
             if place is not None and place >= 0
         ]
+        return cast("_Column", tuple(zip(*found, strict=True))) if found else _NO_COLUMN
 
 
 def _fit(fields: Sequence[PlacedField], dim: int) -> bool:
     """Tell whether fields can be joined along ``dim`` with a few memmoves each."""
+    if not fields:
+        return False
     shape, dtype = fields[0].shape, fields[0].dtype
     limit = largest_memmove()
     return (
@@ -171,7 +243,7 @@ def _fit(fields: Sequence[PlacedField], dim: int) -> bool:
         and 0 < math.prod(shape[:dim]) <= FEW_ROWS
         and all(  # few layouts repeat over many samples
             field.dtype is dtype and field.nbytes <= limit and _are_alike(field.shape, shape, dim)
-            for field in {id(field): field for field in fields}.values()
+            for field in dict(zip(map(id, fields), fields, strict=True)).values()
         )
     )
 

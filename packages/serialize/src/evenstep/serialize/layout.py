@@ -11,7 +11,7 @@ from torch import Tensor
 from evenstep.serialize.dtypes import DTYPE_CODES, REFUSED_DTYPES, supported_names
 from evenstep.serialize.laid_out import is_laid_out
 from evenstep.serialize.limits import ndim_refusal
-from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema
+from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema, interned
 
 TensorSample: TypeAlias = dict[str, Tensor | None]
 """A flat sample of tensors and ``None`` only."""
@@ -68,7 +68,8 @@ def _schema_of(entries: tuple[tuple[str, torch.dtype | None, int], ...]) -> Samp
         if dtype is not None and dtype not in DTYPE_CODES:
             raise ValueError(dtype_refusal(key, dtype))
     fields = [FieldSpec(key, dtype, ndim) for key, dtype, ndim in entries if dtype is not None]
-    return SampleSchema(tuple(fields), tuple([key for key, dtype, _ in entries if dtype is None]))
+    none_keys = tuple([key for key, dtype, _ in entries if dtype is None])
+    return interned(SampleSchema(tuple(fields), none_keys))
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:

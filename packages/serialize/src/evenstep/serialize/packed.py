@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
-from evenstep.serialize.laid_out import FieldJoiner, LaidOutSample, Part
+from evenstep.serialize.laid_out import Copies, FieldJoiner, LaidOutSample, Part
 from evenstep.serialize.layout import sample_layout
 from evenstep.serialize.manifest import Manifest
 from evenstep.serialize.nested import NestedSample, flatten_nested, unflatten_nested
@@ -143,10 +143,10 @@ class PackedSamples(Sequence[PackedSample]):
             raise ValueError(f"no samples to merge {key!r} of; name one or more")
         samples = [self[index] for index in chosen]
         if all(sample.layout.schema.places.get(key) is not None for sample in samples):
-            joiner = FieldJoiner(samples, _empty)
-            joined = joiner.join(key, dim)
+            copies = Copies()
+            joined = FieldJoiner(samples, _empty, copies).join(key, dim)
             if joined is not None:
-                joiner.copy()
+                copies.make()
                 return joined
         tensors: list[Tensor] = []
         for index, sample in zip(chosen, samples, strict=True):

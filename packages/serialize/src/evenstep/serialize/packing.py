@@ -11,8 +11,9 @@ from torch import Tensor
 from evenstep.serialize.dtypes import ALIGNMENT, DTYPES
 from evenstep.serialize.laid_out import (
     FEW_ROWS,
-    Copy,
+    Copies,
     LaidOutSample,
+    copies_of_part,
     copy_all,
     is_laid_out,
     largest_memmove,
@@ -165,11 +166,12 @@ class _FieldsOfHost:
     The tensors must stay as they are in between.
     """
 
-    __slots__ = ("_copies", "_ends", "_held", "_limit", "_others", "nbytes")
+    __slots__ = ("_all_copies", "_copies", "_ends", "_held", "_limit", "_others", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._copies: list[Copy] = []  # to places counted from the start of the buffer
+        self._all_copies = Copies()  # to places counted from the start of the buffer
+        self._copies = self._all_copies.by(copy_all)
         self._others: list[tuple[int, int, Tensor]] = []  # what memmove cannot copy, or not as fast
         self._ends: list[int] = []  # where padding begins
         self._held: list[object] = []  # what was added: it may have been made when asked for
@@ -201,18 +203,18 @@ class _FieldsOfHost:
     def add_parts(self, sample: LaidOutSample) -> None:
         """Add the tensors of a sample by their addresses."""
         layout, start, limit = sample.layout, self.nbytes, self._limit
-        copies, ends = self._copies, self._ends
+        copies, ends = self._all_copies.by(sample.copier), self._ends
         self._held.append(sample)
-        places = zip(layout.placed, sample.parts(), strict=True)
-        for (key, _, shape, _, _, offset, nbytes), (source, step) in places:
+        for field, part in zip(layout.placed, sample.parts(), strict=True):
+            offset, nbytes = field.offset, field.nbytes
             if nbytes > limit:
-                tensor = sample[key]
+                tensor = sample[field.key]
                 assert tensor is not None
                 self._others.append((start + offset, nbytes, tensor))
-            elif step:
-                self._add_each_row(start + offset, source, step, shape[0], nbytes // shape[0])
+            elif part[1]:
+                copies += copies_of_part(start + offset, part, field)
             else:
-                copies.append((start + offset, source, nbytes))
+                copies.append((start + offset, part[0], nbytes))
             if nbytes % ALIGNMENT:
                 ends.append(start + offset + nbytes)
         self.nbytes += layout.nbytes
@@ -228,19 +230,17 @@ class _FieldsOfHost:
             span *= size
         if num_rows > FEW_ROWS:
             return False
-        itemsize = tensor.itemsize
-        self._add_each_row(place, source, step * itemsize, num_rows, span * itemsize)
-        return True
-
-    def _add_each_row(self, place: int, source: int, step: int, num_rows: int, nbytes: int) -> None:
+        row_nbytes, step_nbytes = span * tensor.itemsize, step * tensor.itemsize
         self._copies += [
-            (place + row * nbytes, source + row * step, nbytes) for row in range(num_rows)
+            (place + row * row_nbytes, source + row * step_nbytes, row_nbytes)
+            for row in range(num_rows)
         ]
+        return True
 
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""
         base = out.data_ptr()
-        copy_all(self._copies, base)
+        self._all_copies.make(base)
         with torch.no_grad():
             for place, nbytes, tensor in self._others:
                 bits = resolved(tensor).view(_BITS[tensor.dtype.itemsize])

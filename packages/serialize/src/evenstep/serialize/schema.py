@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -146,9 +147,15 @@ class SampleSchema:
         none_keys = tuple([reader.text(MAX_KEY_BYTES) for _ in range(num_none)])
         reader.finish()
         try:
-            return cls(fields, none_keys)
+            return interned(cls(fields, none_keys))
         except ValueError as error:
             raise DecodeError(f"schema: {error}") from None
+
+
+@lru_cache(256)
+def interned(schema: SampleSchema) -> SampleSchema:
+    """Return one object for all equal schemas of late, so that they can be told by it."""
+    return schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
