@@ -3,8 +3,9 @@
 Prints the machine, then one line of JSON per figure. A ratio is the median over rounds of (time of
 the one / time of the other), both timed in each round; a time is that of the slowest rank. The bare
 collective sends what the contract's plan (LPT) sends, between buffers that exist already. Here all
-ranks share one machine, so `exchange_window` hands samples over in shared memory; with
-EVENSTEP_SHARED_MEMORY=0 in the environment they go over Gloo as the bare collective does. The key
+ranks share one machine, so ranks copy samples from each other's memory, where the kernel allows it,
+or hand them over in shared memory (EVENSTEP_SHARED_MEMORY=packed in the environment); with
+EVENSTEP_SHARED_MEMORY=0 they go over Gloo as the bare collective does. The key
 `processor` is the same ratio of processor time, summed over the ranks: other load on the machine,
 which makes whoever works more wait more, counts little in it.
 
