@@ -183,6 +183,36 @@ def test_what_was_given_may_be_written_to_once_the_window_is_there(ranks: RankPo
         assert there == [*range(turn * 3 * SIZE, (turn + 1) * 3 * SIZE)]
 
 
+def _fails_to_join(rank: int, world_size: int) -> str:
+    merge = WindowBalancer.merge
+
+    def slow_or_failing(*args: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("no room")
+        time.sleep(0.3)
+        return merge(*args)
+
+    with groups() as made, mock.patch.object(WindowBalancer, "merge", slow_or_failing):
+        try:
+            (joined,) = exchange_window(
+                [microbatch(shard(0, rank, world_size, SIZE), names=False)],
+                n_groups=world_size,
+                dp_rank=rank,
+                dp_size=world_size,
+                cost_of=cost_of,
+                dp_group_gloo=made.control,
+                dp_group_nccl=made.payload,
+                image_count_of=image_counts,
+            )
+        except MemoryError as error:
+            return str(error)
+        return f"{len(checked(joined))} samples"
+
+
+def test_who_cannot_join_a_window_does_not_keep_the_others_from_it(ranks: RankPools) -> None:
+    assert ranks(3).run(_fails_to_join) == ["4 samples", "no room", "4 samples"]
+
+
 def _alone(batches: list[Any], **settings: Any) -> list[Any]:
     settings = {"cost_of": cost_of, "n_groups": 2, "dp_size": 1, "dp_rank": 0, **settings}
     return exchange_window(
