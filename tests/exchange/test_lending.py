@@ -291,6 +291,44 @@ def test_memory_that_cannot_be_read_any_more_is_an_error() -> None:
         sample["ids"]
 
 
+def test_a_lender_without_memory_is_lost_before_its_process_has_ended() -> None:
+    ranks = _ranks()
+    ranks.take(1)
+    sample = next(iter(ranks.handovers[1].samples_from(0, borrow=True)))
+    with (
+        mock.patch("evenstep.exchange.loan.read_memory", side_effect=ProcessLookupError),
+        pytest.raises(PeerLostError, match="rank 0") as caught,
+    ):
+        sample["ids"]
+    assert caught.value.ranks == (0,)
+
+
+AT_EXIT = """
+import atexit
+
+def read():
+    try:
+        sample["ids"]
+    except PeerLostError as error:
+        print(error)
+
+atexit.register(read)  # the first to be registered runs last
+from evenstep.exchange import PeerLostError
+from tests.exchange.test_lending import _ranks
+ranks = _ranks()
+ranks.take(1)
+sample = next(iter(ranks.handovers[1].samples_from(0, borrow=True)))
+sample["ids"]
+"""
+
+
+def test_a_process_that_ends_gives_up_what_it_lends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert "given up its samples" in ended.stdout
+
+
 def _mixed() -> list[Mapping[str, Any]]:
     lendable = _samples(0, 4)
     return [*lendable[:3], {**lendable[3]}]
@@ -391,6 +429,35 @@ def test_who_fails_itself_still_lends(ranks: RankPools) -> None:
     first, *others = ranks(3).run(_fails_while_it_has_borrowed)
     assert first == '"this rank\'s own"'
     assert [len(arrived) for arrived in others] == [3, 3]
+
+
+def _gives_up(rank: int, world_size: int, how: str) -> str:
+    """Rank 0 waits for its readers no longer, and writes to what it lent; rank 1 comes late."""
+    patience = Patience(timeout_s=0.3 if rank == 0 else 20.0)
+    exchange = exchange_over_world(rank, world_size, patience=patience)
+    offer = _offer(rank, 3)
+    transfer = exchange.prepare(exchange.agree(partial(_given, offer)), round_robin)
+    transfer.launch()
+    if rank == 0 and how == "settle":
+        transfer.settle(grace_s=0.1)
+    elif rank == 0:
+        with pytest.raises(ExchangeTimeoutError, match="rank 1"):
+            transfer.wait()
+    else:
+        time.sleep(1.0)
+        with transfer.borrowed() as arrivals, pytest.raises(PeerLostError) as caught:
+            _dicts(arrival.sample for arrival in arrivals)
+        return str(caught.value)
+    for sample in offer.samples:
+        _ids(sample).fill_(-1)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["settle", "timeout"])
+def test_nobody_gets_what_is_not_lent_any_more(ranks: RankPools, how: str) -> None:
+    _, error = ranks(2).run(_gives_up, how)
+    assert "rank 0 while moving samples" in error
+    assert "given up its samples" in error
 
 
 def _dies(rank: int, world_size: int) -> list[str]:

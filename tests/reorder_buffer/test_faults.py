@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from evenstep.exchange import ExchangeError
+from evenstep.exchange import ExchangeError, ExchangeTimeoutError, Transfer
 from evenstep.reorder_buffer import ReorderingBuffer
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
 from evenstep.reorder_buffer.window import PreparedWindow
@@ -279,6 +279,25 @@ def test_a_rank_that_will_not_read_does_not_hold_those_who_lend(ranks: RankPools
     assert seconds < 10
     assert peer[0] == 2
     _peer_error(peer, "KeyboardInterrupt")
+
+
+def _readers_are_late(rank: int, world_size: int, mode: str) -> Ending:
+    late = ExchangeTimeoutError([0], doing="moving samples", limit="1 s")
+    with groups() as made:
+        balanced = buffer(data(rank, world_size, slots=9), made, **MODES[mode])
+        if rank != CULPRIT:
+            return _drain(balanced)
+        with mock.patch.object(Transfer, "part", side_effect=late):
+            return _drain(balanced)
+
+
+@ALL_MODES
+def test_peers_hear_that_a_rank_waits_for_its_readers_no_longer(
+    ranks: RankPools, mode: str
+) -> None:
+    peer, own = ranks(2).run(_readers_are_late, mode)
+    assert own[1].startswith("ExchangeTimeoutError: rank 0 took no part in moving samples")
+    _peer_error(peer, "ExchangeTimeoutError")
 
 
 # Leaving early

@@ -18,12 +18,13 @@ from evenstep.exchange.offer import Agreement, Cost, Offer, RankReport
 from evenstep.exchange.payload_group import DEFAULT_CHUNK_BYTES, PayloadGroup
 from evenstep.exchange.prepare import PreparedExchange, prepare_sample_exchange
 from evenstep.exchange.rounds import Setting
-from evenstep.exchange.transfer import Arrival, Transfer
+from evenstep.exchange.transfer import SETTLE_S, Arrival, Transfer
 from evenstep.exchange.waiting import Patience
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "HOST_MEMORY",
+    "SETTLE_S",
     "Agreement",
     "Arrival",
     "Check",

@@ -58,12 +58,13 @@ class Handover:
     ) -> None:
         self._node, self._moves, self._device = node, moves, device
         self._arriving = arriving
+        self._process = os.getpid()
         self._region: Region | None = None
         self._number = 0
         self._lent: Sequence[object] = ()
         self._taken: dict[int, _Taken] = {}
         self._borrowed: dict[int, _Taken] = {}  # views of what these hold may outlive this object
-        weakref.finalize(self, _give_back, self._taken, os.getpid()).atexit = False
+        weakref.finalize(self, _give_back, self._taken, self._process).atexit = False
         self.message = b""
         self.packed_nbytes = 0
         splits = [moves.send_splits[rank] if moves.shared[rank] else 0 for rank in node.ranks]
@@ -91,7 +92,8 @@ class Handover:
         nbytes = [_parts_nbytes(islice(rest, count)) for count in counts]
         region, number = self._node.region(sum(nbytes))
         region.fill(number, nbytes, lends=True).copy_(torch.frombuffer(parts, dtype=torch.uint8))
-        weakref.finalize(self, _withdraw, region, number, os.getpid()).atexit = False
+        weakref.finalize(self, _withdraw, region, number, self._process).atexit = False
+        _lenders.add(self)
         self._region, self._number, self._lent = region, number, samples
         return True
 
@@ -182,10 +184,16 @@ class Handover:
         patience.until(self._is_taken, doing=MOVING, absent=self._absent)
         self._lent = ()
 
+    def withdraw(self) -> None:
+        """Lend the samples no longer, so that whoever is not done with them gets an error."""
+        if self._region is not None:
+            _withdraw(self._region, self._number, self._process)
+        self._lent = ()
+
     def release(self) -> None:
         """Give the peers their memory back."""
-        _give_back(self._borrowed, os.getpid())
-        _give_back(self._taken, os.getpid())
+        _give_back(self._borrowed, self._process)
+        _give_back(self._taken, self._process)
 
     def _is_taken(self) -> bool:
         give_up = time.monotonic() + POLL_S
@@ -212,6 +220,19 @@ def _packed(layouts: Sequence[SampleLayout], content: torch.Tensor) -> PackedSam
 
 def _parts_nbytes(layouts: Iterable[SampleLayout]) -> int:
     return PART_BYTES * sum([len(layout.placed) for layout in layouts])
+
+
+_lenders: "weakref.WeakSet[Handover]" = weakref.WeakSet()
+
+
+def _withdraw_all() -> None:
+    for lender in _lenders:
+        lender.withdraw()
+
+
+# When Python ends it runs finalizers in the reverse order of their making: this one behind those of
+# whatever settles its transfers, and before the samples' memory is freed.
+weakref.finalize(Handover, _withdraw_all)
 
 
 def _withdraw(region: Region, number: int, process: int) -> None:

@@ -93,8 +93,10 @@ class Loan:
             read_memory(self._node.processes[self._place], copies, base)
         except OSError as error:
             failure = error
-        # What was copied is what was lent if, after that, it still is.
-        if not self._holds() or self._node.has_ended(self._place):
+        # What was copied is what was lent if, after that, it still is. A process that ends has no
+        # memory for a while before it has ended.
+        gone = isinstance(failure, ProcessLookupError) or self._node.has_ended(self._place)
+        if gone or not self._holds():
             raise PeerLostError(
                 [self._rank], doing=MOVING, cause="it has ended, or given up its samples"
             ) from failure

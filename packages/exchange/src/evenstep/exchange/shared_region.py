@@ -12,6 +12,7 @@ import os
 import secrets
 import struct
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
@@ -87,6 +88,7 @@ class Region:
         self._size, self.capacity = size, capacity
         self._number = 0
         self._lends = False
+        self._changes = threading.RLock()  # a finalizer, which withdraws, may run anywhere
         self.is_committed = False
         self._readers: list[int] = []
 
@@ -99,8 +101,9 @@ class Region:
             lends: Whether the content says where something else lies, which readers need too.
         """
         assert self.is_free
-        self._number = self._words[1] = number
-        self._lends = lends
+        with self._changes:
+            self._number = self._words[1] = number
+            self._lends = lends
         self.is_committed = False
         self._readers = [place for place, count in enumerate(nbytes) if count]
         for place, begin in enumerate(accumulate(nbytes[:-1], initial=0)):
@@ -125,8 +128,9 @@ class Region:
 
     def withdraw(self, number: int) -> None:
         """Tell readers that come late that what some content lends is not there any more."""
-        if number == self._number and self._lends:
-            self._words[1] = 0
+        with self._changes:
+            if number == self._number and self._lends:
+                self._words[1] = 0
 
     @property
     def is_free(self) -> bool:

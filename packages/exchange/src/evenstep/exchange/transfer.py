@@ -27,7 +27,9 @@ from evenstep.serialize import (
     unfold_values,
 )
 
-_SETTLE_S = 5.0  # for peers to come for what they were promised
+SETTLE_S = 5.0
+"""How long peers of the node may take to come for what they were promised."""
+
 _SLOT_AND_POSITION = itemgetter(0, 1)
 
 
@@ -174,34 +176,47 @@ class Transfer:
             yield self._arrivals(borrow=borrow)
         except BaseException as error:
             self.release()
-            # If it is this rank that fails, and nobody hurries it, the peers come for its samples.
-            if part and isinstance(error, Exception) and not isinstance(error, ExchangeError):
-                with contextlib.suppress(ExchangeError):
-                    self.part()
+            if part:
+                # If it is this rank that fails, and nobody hurries it, the peers still come.
+                if isinstance(error, Exception) and not isinstance(error, ExchangeError):
+                    with contextlib.suppress(ExchangeError):
+                        self.part()
+                self._handover.withdraw()
             raise
         self.release()
         if part:
-            self.part()
+            try:
+                self.part()
+            finally:
+                self._handover.withdraw()
 
     def part(self) -> None:
         """Wait until the peers of the node need this rank for its samples no more.
 
         Until then the samples must stay as they are. A peer that has not read them yet may wait
-        for other things than this window first.
+        for other things than this window first. After an error, call it again or `settle`.
 
         Raises:
             ExchangeError: If peers are lost or late.
         """
         self._handover.wait(self._patience)
 
-    def settle(self) -> None:
-        """Wait until the peers have this rank's samples, or cannot get them; give up its own."""
+    def settle(self, *, grace_s: float = SETTLE_S) -> None:
+        """Wait until the peers have this rank's samples, or cannot get them; give up its own.
+
+        Args:
+            grace_s: How long at most peers of the node, which may be busy, are waited for. Those
+                that come later for what this rank lends them get an error.
+        """
         self.release()
         with contextlib.suppress(ExchangeError):
             self._payload.settle(self._patience)
         # A stop is what most often leads here, and the peers still need what was promised to them.
-        with contextlib.suppress(ExchangeError):
-            self._handover.wait(Patience(timeout_s=min(_SETTLE_S, self._patience.timeout_s)))
+        try:
+            with contextlib.suppress(ExchangeError):
+                self._handover.wait(Patience(timeout_s=min(grace_s, self._patience.timeout_s)))
+        finally:
+            self._handover.withdraw()
 
     def release(self) -> None:
         """Tell the peers that this rank needs their memory no more."""

@@ -2,12 +2,14 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Generic, Literal, NamedTuple, TypeAlias
 
 from evenstep.balance import Route
 from evenstep.exchange import (
+    SETTLE_S,
     Agreement,
     ExchangeError,
     Offer,
@@ -35,6 +37,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_LEAST_GRACE_S = 0.1
 
 OnUnevenEnd: TypeAlias = Literal["stop", "raise"]
 """What happens when a rank's data ends before that of the others."""
@@ -106,12 +110,11 @@ class WindowPipeline(Generic[BatchT]):
             BaseException: What `collect`, or cutting and costing, raised here.
             evenstep.exchange.ExchangeError: If peers failed, disagree, or are lost.
         """
+        # Here and no sooner: a peer joins a window after it has prepared the next.
+        self.part()
         if self._over:
-            self.part()
             return None
         try:
-            # Here and no sooner: a peer joins a window after it has prepared the next.
-            self.part()
             return self._prepare(collect)
         except ExchangeError:  # which all ranks raise, or none can hear any more
             self._over = True
@@ -131,9 +134,10 @@ class WindowPipeline(Generic[BatchT]):
             self.exchange.leave(cause)
 
     def settle(self) -> None:
-        """Wait until the peers have all samples that this rank has launched."""
+        """Wait until the peers have all samples that this rank has launched, in bounded time."""
+        deadline = time.monotonic() + SETTLE_S
         for window in [*self._unfinished]:
-            window.settle()
+            window.settle(grace_s=max(_LEAST_GRACE_S, deadline - time.monotonic()))
 
     def part(self) -> None:
         """Wait until the peers are done with the windows that are finished here."""
@@ -297,9 +301,10 @@ class PreparedWindow(Generic[BatchT]):
         """Let go of the peers' samples: this window will not be finished."""
         self._transfer.release()
 
-    def settle(self) -> None:
-        """Wait until the samples have moved, without a look at them."""
-        self._transfer.settle()
+    def settle(self, *, grace_s: float) -> None:
+        """Wait until the samples have moved, without a look at them, and forget the window."""
+        self._transfer.settle(grace_s=grace_s)
+        self._forget()
 
     def finish(self) -> BalancedWindow[BatchT]:
         """Wait for the samples and join them; return the window's micro-batches of this rank."""
@@ -319,5 +324,8 @@ class PreparedWindow(Generic[BatchT]):
     def part(self) -> None:
         """Wait until the peers are done with this rank's samples, and forget the window."""
         self._transfer.part()
+        self._forget()
+
+    def _forget(self) -> None:
         self._pipeline.parted(self)
         self._pipeline.residency.add(-self._nbytes)
