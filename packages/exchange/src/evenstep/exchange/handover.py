@@ -184,6 +184,15 @@ class Handover:
         patience.until(self._is_taken, doing=MOVING, absent=self._absent)
         self._lent = ()
 
+    def settle(self, *, grace_s: float) -> None:
+        """Wait for peers that are alive, so long at most, and then lend no longer."""
+        give_up = time.monotonic() + grace_s
+        try:
+            while not all(map(self._node.has_ended, self._late())) and time.monotonic() < give_up:
+                time.sleep(_PAUSE_S)
+        finally:
+            self.withdraw()
+
     def withdraw(self) -> None:
         """Lend the samples no longer, so that whoever is not done with them gets an error."""
         if self._region is not None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from evenstep.exchange.errors import ExchangeError
+from evenstep.exchange.errors import ExchangeError, ExchangeStoppedError
 from evenstep.exchange.garbage import collection_paused
 from evenstep.exchange.handover import Handover
 from evenstep.exchange.moves import DIGEST_BYTES, Moves, Placement
@@ -176,12 +176,9 @@ class Transfer:
             yield self._arrivals(borrow=borrow)
         except BaseException as error:
             self.release()
-            if part:
-                # If it is this rank that fails, and nobody hurries it, the peers still come.
-                if isinstance(error, Exception) and not isinstance(error, ExchangeError):
-                    with contextlib.suppress(ExchangeError):
-                        self.part()
-                self._handover.withdraw()
+            if part:  # the peers still come for this rank's samples, unless it is in a hurry
+                waits = isinstance(error, Exception) and not isinstance(error, ExchangeStoppedError)
+                self._handover.settle(grace_s=SETTLE_S if waits else 0.0)
             raise
         self.release()
         if part:
@@ -211,12 +208,7 @@ class Transfer:
         self.release()
         with contextlib.suppress(ExchangeError):
             self._payload.settle(self._patience)
-        # A stop is what most often leads here, and the peers still need what was promised to them.
-        try:
-            with contextlib.suppress(ExchangeError):
-                self._handover.wait(Patience(timeout_s=min(grace_s, self._patience.timeout_s)))
-        finally:
-            self._handover.withdraw()
+        self._handover.settle(grace_s=grace_s)
 
     def release(self) -> None:
         """Tell the peers that this rank needs their memory no more."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.balance import Strategy
-from evenstep.exchange import ExchangeError, Patience, SampleExchange
+from evenstep.exchange import Patience, SampleExchange
 from evenstep.reorder_buffer.balancer import WindowBalancer
 from evenstep.reorder_buffer.cost import CostFunction
 from evenstep.reorder_buffer.layout import BatchT, Layout
@@ -89,18 +89,10 @@ def exchange_window(
         return Collected(batches, False, WindowSpan(0, ReaderPlace(), ReaderPlace()))
 
     observer = WindowObserver(dp_rank, log=probe)
-    pipeline = WindowPipeline(balancer, exchange, observer=observer)
-    prepared = pipeline.prepare(collect)
+    prepared = WindowPipeline(balancer, exchange, observer=observer).prepare(collect)
     assert prepared is not None  # only exhausted data ends
     prepared.launch()
-    try:
-        window = prepared.finish()
-        pipeline.part()
-    except ExchangeError:
-        raise
-    except Exception:
-        pipeline.settle()  # the peers, who are well, come for this rank's samples
-        raise
+    window = prepared.finish(part=True)
     if window.measured is not None:
         log_slots(window.measured.plan.slots)
     return window.batches

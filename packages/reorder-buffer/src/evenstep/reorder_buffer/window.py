@@ -306,18 +306,22 @@ class PreparedWindow(Generic[BatchT]):
         self._transfer.settle(grace_s=grace_s)
         self._forget()
 
-    def finish(self) -> BalancedWindow[BatchT]:
-        """Wait for the samples and join them; return the window's micro-batches of this rank."""
+    def finish(self, *, part: bool = False) -> BalancedWindow[BatchT]:
+        """Wait for the samples and join them; return the window's micro-batches of this rank.
+
+        Args:
+            part: Whether to `part` too, as the last thing that is done with this window.
+        """
         balancer, residency = self._pipeline.balancer, self._pipeline.residency
         with ExitStack() as moving:
             with self._clock.phase("transfer"):
-                borrowed = self._transfer.borrowed(borrow=not balancer.keeps_views, part=False)
+                borrowed = self._transfer.borrowed(borrow=not balancer.keeps_views, part=part)
                 arrivals = moving.enter_context(borrowed)
             residency.join(self._joined_nbytes)
             with self._clock.phase("merge"):
                 batches = balancer.merge(arrivals, self._num_slots)
         self.is_finished = True
-        if not self._transfer.lends:
+        if part or not self._transfer.lends:
             self.part()
         return BalancedWindow(batches, self._span, self._last, self._measured)
 
