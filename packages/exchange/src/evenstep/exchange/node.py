@@ -200,7 +200,7 @@ def _shown(kept: ExitStack) -> tuple[_Card, bytes]:
             kept.callback(os.close, descriptor)
             os.pwrite(descriptor, secret, 0)
             buffer = ctypes.create_string_buffer(secret, len(secret))
-            kept.callback(memoryview(buffer).release)
+            kept.enter_context(memoryview(buffer))  # keeps it
             address = 0 if os.environ.get(VARIABLE) == "packed" else ctypes.addressof(buffer)
             card = _Card(_machine(), os.getpid(), descriptor, address, secret)
     return card, _CARD.pack(*card)
