@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from evenstep.balance import Route
+from evenstep.exchange.garbage import collection_paused
 
 DIGEST_BYTES = 8
 """Length of `Moves.digest`."""
@@ -64,6 +65,7 @@ class Moves:
         return [0 if shared else nbytes for nbytes, shared in zip(splits, self.shared, strict=True)]
 
 
+@collection_paused()
 def plan_moves(
     deliveries: Iterable[tuple[int, Route]],
     *,
