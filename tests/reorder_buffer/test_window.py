@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from evenstep.balance import build_window_route
+from evenstep.exchange import ModuleGroups
 from evenstep.reorder_buffer import (
     MIMO_LAYOUT,
     SAMPLE_LIST,
@@ -147,6 +148,20 @@ def test_probe_logs_the_spread_per_slot(caplog: pytest.LogCaptureFixture) -> Non
     assert "'after_max':" in caplog.text
 
 
+def _joined(batch: Any, made: ModuleGroups, rank: int, world_size: int) -> Any:
+    (joined,) = exchange_window(
+        [batch],
+        n_groups=world_size,
+        dp_rank=rank,
+        dp_size=world_size,
+        cost_of=cost_of,
+        dp_group_gloo=made.control,
+        dp_group_nccl=made.payload,
+        image_count_of=image_counts,
+    )
+    return joined
+
+
 def _uses_its_memory_again(rank: int, world_size: int) -> list[list[int]]:
     """Write to what was given as soon as it may be, while rank 1 takes its time to join."""
     merge = WindowBalancer.merge
@@ -159,16 +174,7 @@ def _uses_its_memory_again(rank: int, world_size: int) -> list[list[int]]:
     with groups() as made, mock.patch.object(WindowBalancer, "merge", slow):
         for turn in range(4):
             batch = microbatch(shard(turn, rank, world_size, SIZE), names=False)
-            (joined,) = exchange_window(
-                [batch],
-                n_groups=world_size,
-                dp_rank=rank,
-                dp_size=world_size,
-                cost_of=cost_of,
-                dp_group_gloo=made.control,
-                dp_group_nccl=made.payload,
-                image_count_of=image_counts,
-            )
+            joined = _joined(batch, made, rank, world_size)
             for value in flatten_nested(batch).values():
                 assert isinstance(value, torch.Tensor)
                 value.zero_()
@@ -194,15 +200,8 @@ def _fails_to_join(rank: int, world_size: int) -> str:
 
     with groups() as made, mock.patch.object(WindowBalancer, "merge", slow_or_failing):
         try:
-            (joined,) = exchange_window(
-                [microbatch(shard(0, rank, world_size, SIZE), names=False)],
-                n_groups=world_size,
-                dp_rank=rank,
-                dp_size=world_size,
-                cost_of=cost_of,
-                dp_group_gloo=made.control,
-                dp_group_nccl=made.payload,
-                image_count_of=image_counts,
+            joined = _joined(
+                microbatch(shard(0, rank, world_size, SIZE), names=False), made, rank, world_size
             )
         except MemoryError as error:
             return str(error)

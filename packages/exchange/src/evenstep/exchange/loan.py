@@ -1,7 +1,7 @@
 """Samples that stay where they lie, in another process, until their bytes are needed here."""
 
 from array import array
-from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -123,16 +123,6 @@ class LentSample(LaidOutSample):
         tensor = HOST_MEMORY.empty(field.shape, field.dtype)
         self._loan.copy(copies_of_part(tensor.data_ptr(), self._parts[place], field))
         return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layout.schema.places)
-
-    def __len__(self) -> int:
-        return len(self._layout.schema.places)
-
-    def keys(self) -> KeysView[str]:
-        """Return the keys, sorted: those of tensors, then those of None."""
-        return self._layout.schema.places.keys()
 
     @property
     def layout(self) -> SampleLayout:

@@ -5,7 +5,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, starmap
 from operator import itemgetter
@@ -52,6 +52,16 @@ class LaidOutSample(Mapping[str, Tensor | None], ABC):
 
     def __contains__(self, key: object) -> bool:
         return key in self.layout.schema.places  # without making a view
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layout.schema.places)
+
+    def __len__(self) -> int:
+        return len(self.layout.schema.places)
+
+    def keys(self) -> KeysView[str]:
+        """Return the keys, here sorted: those of tensors, then those of ``None``."""
+        return self.layout.schema.places.keys()
 
     @property
     @abstractmethod

@@ -1,6 +1,6 @@
 """Many samples in one buffer, read lazily."""
 
-from collections.abc import Iterable, Iterator, KeysView, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
 import torch
@@ -35,16 +35,6 @@ class PackedSample(LaidOutSample):
         if index is None:
             return None
         return self._views.tensor(self._layout.placed[index], self._start)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layout.schema.places)
-
-    def __len__(self) -> int:
-        return len(self._layout.schema.places)
-
-    def keys(self) -> KeysView[str]:
-        """Return the keys, sorted: those of tensors, then those of ``None``."""
-        return self._layout.schema.places.keys()
 
     @property
     def layout(self) -> SampleLayout:
