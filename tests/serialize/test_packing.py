@@ -1,6 +1,7 @@
 """Samples into one buffer and back as views."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,21 +89,20 @@ def test_samples_lie_end_to_end(flats: list[TensorSample]) -> None:
 
 @given(tensor_samples)
 def test_an_accelerator_s_path_gives_the_same_bytes(flat: TensorSample) -> None:
-    layout = sample_layout(flat)
-    tensors = [value for _, value in sorted(flat.items()) if value is not None]
-    out = torch.full((layout.nbytes,), 7, dtype=torch.uint8)
+    tensors = {key: value for key, value in sorted(flat.items()) if value is not None}
+    out = torch.full((sample_layout(flat).nbytes,), 7, dtype=torch.uint8)
     fields = _FieldsOfDevice(out.device)
-    fields.add(tensors, layout.placed, layout.nbytes)
+    fields.add([*tensors], tensors)
+    assert fields.nbytes == out.numel()
     fields.write(out)
     assert torch.equal(out, pack_samples([flat]))
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_an_accelerator_s_path_takes_odd_memory(name: str) -> None:
-    layout = sample_layout({"x": ODD[name]})
-    out = torch.empty(layout.nbytes, dtype=torch.uint8)
+    out = torch.empty(sample_layout({"x": ODD[name]}).nbytes, dtype=torch.uint8)
     fields = _FieldsOfDevice(out.device)
-    fields.add([ODD[name]], layout.placed, layout.nbytes)
+    fields.add(["x"], {"x": ODD[name]})
     fields.write(out)
     assert torch.equal(out, pack_samples([{"x": ODD[name]}]))
 
@@ -225,10 +225,25 @@ def test_what_cannot_be_packed_is_refused_by_name(value: Any, message: str) -> N
         pack_samples([{"x": value}])
 
 
+@pytest.mark.parametrize("refuse", [sample_layout, lambda flat: pack_samples([flat])])
 @pytest.mark.parametrize("key", ["\ud800", "k" * 5000, 3])
-def test_keys_that_cannot_be_encoded_are_refused(key: Any) -> None:
-    with pytest.raises(ValueError, match=r"lone surrogate|at most 4096 fit|keys must be str"):
-        sample_layout({key: torch.zeros(1)})
+def test_keys_that_cannot_be_encoded_are_refused(key: Any, refuse: Callable[..., object]) -> None:
+    for value in (torch.zeros(1), None):
+        with pytest.raises(ValueError, match=r"lone surrogate|at most 4096 fit|keys must be str"):
+            refuse({"x": torch.zeros(1), key: value})
+
+
+@pytest.mark.parametrize("refuse", [sample_layout, lambda flat: pack_samples([flat])])
+def test_a_sample_that_is_too_large_is_refused(refuse: Callable[..., object]) -> None:
+    byte = torch.zeros(1, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"field 'x' of shape .* exceeds 4611686018427387903 b"):
+        refuse({"x": torch.empty(0, 2**62)})
+    with pytest.raises(ValueError, match=r"field 'x' of shape .* exceeds 4611686018427387903 b"):
+        refuse({"x": byte.expand(2**62)})
+    with pytest.raises(ValueError, match="sample exceeds 4611686018427387903 bytes"):
+        refuse({"x": byte.expand(2**61), "y": byte.expand(2**61)})
+    with pytest.raises(ValueError, match="sample has more than 4096 keys"):
+        refuse({f"{number:04}": byte for number in range(4097)})
 
 
 def test_a_layout_of_another_sample_is_refused() -> None:

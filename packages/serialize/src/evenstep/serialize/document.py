@@ -21,7 +21,7 @@ from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_NBYTES
 from evenstep.serialize.nested import NestedSample
 from evenstep.serialize.packing import describe, write_fields
-from evenstep.serialize.placement import PlacedField, place_fields
+from evenstep.serialize.placement import place_fields
 from evenstep.serialize.tree_reader import TreeReader
 from evenstep.serialize.tree_writer import TreeWriter
 from evenstep.serialize.unpacking import sample_region
@@ -115,27 +115,25 @@ def dumps(sample: NestedSample) -> bytes:
         raise ValueError(f"plain values take {len(tree)} bytes, at most {_MAX_TREE_NBYTES} fit")
     tree_nbytes = len(tree)
     tree += bytes(aligned(tree_nbytes) - tree_nbytes)
-    placed, payload_nbytes = place_fields(
+    _, payload_nbytes = place_fields(
         [("", tensor.dtype, tuple(tensor.shape)) for tensor in writer.tensors]
     )
     # BytesIO hands out the bytes object that it was made of, so the payload is copied only once.
     stream = io.BytesIO(_bytes_to_fill(None, HEAD_NBYTES + len(tree) + payload_nbytes))
     with stream.getbuffer() as view:
         view[HEAD_NBYTES : HEAD_NBYTES + len(tree)] = tree
-        checksum = _write_payload(view[HEAD_NBYTES + len(tree) :], writer.tensors, placed)
+        checksum = _write_payload(view[HEAD_NBYTES + len(tree) :], writer.tensors)
         _HEAD.pack_into(view, 0, MAGIC, VERSION, tree_nbytes, payload_nbytes, checksum)
         _CRC.pack_into(view, _HEAD.size, zlib.crc32(tree, zlib.crc32(view[: _HEAD.size])))
     return stream.getvalue()
 
 
-def _write_payload(
-    view: memoryview, tensors: Sequence[Tensor], placed: Sequence[PlacedField]
-) -> int:
+def _write_payload(view: memoryview, tensors: Sequence[Tensor]) -> int:
     """Copy the tensors into ``view`` and return the checksum of the payload."""
     if not view.nbytes:
         return 0
     payload = torch.frombuffer(view, dtype=torch.uint8)
-    write_fields(payload, (tensors, placed, payload.numel()))
+    write_fields(payload, {str(index): tensor for index, tensor in enumerate(tensors)})
     return payload_checksum(payload)
 
 

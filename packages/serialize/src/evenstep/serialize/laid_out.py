@@ -40,9 +40,9 @@ _LARGE_NBYTES = 1 << 20
 # another thread does run Python, it costs a switch interval, 5 ms, to get the interpreter back.
 _HELD_NBYTES = 1 << 16
 _HELD_COPIES = 64
-_memmove_held = ctypes.PYFUNCTYPE(
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
-)(ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0)
+_memmove_held = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
 
 
 class LaidOutSample(Mapping[str, Tensor | None], ABC):
@@ -118,13 +118,15 @@ def copies_of_part(to: int, part: Part, field: PlacedField) -> list[Copy]:
 
 def copy_all(copies: Sequence[Copy], base: int = 0) -> None:
     """Copy bytes between addresses; those to copy to are counted from ``base``."""
-    small = [(base + to, source, n) for to, source, n in copies if n <= _HELD_NBYTES]
-    # Copied at C speed, which for small fields is most of the time; in between others may run.
-    for start in range(0, len(small), _HELD_COPIES):
-        deque(starmap(_memmove_held, small[start : start + _HELD_COPIES]), 0)
-    if len(small) < len(copies):
-        large = [(base + to, source, n) for to, source, n in copies if n > _HELD_NBYTES]
-        deque(starmap(ctypes.memmove, large), 0)
+    # Addresses are counted, and small copies made at C speed, some at a time, so that the numbers
+    # are in the cache; in between, other threads may run.
+    for start in range(0, len(copies), _HELD_COPIES):
+        some = copies[start : start + _HELD_COPIES]
+        small = [(base + to, source, n) for to, source, n in some if n <= _HELD_NBYTES]
+        deque(starmap(_memmove_held, small), 0)
+        if len(small) < len(some):
+            large = [(base + to, source, n) for to, source, n in some if n > _HELD_NBYTES]
+            deque(starmap(ctypes.memmove, large), 0)
 
 
 class Copies:

@@ -11,7 +11,13 @@ from torch import Tensor
 from evenstep.serialize.dtypes import DTYPE_CODES, REFUSED_DTYPES, supported_names
 from evenstep.serialize.laid_out import is_laid_out
 from evenstep.serialize.limits import ndim_refusal
-from evenstep.serialize.schema import FieldSpec, SampleLayout, SampleSchema, interned
+from evenstep.serialize.schema import (
+    FieldSpec,
+    SampleLayout,
+    SampleSchema,
+    interned,
+    sorted_keys,
+)
 
 TensorSample: TypeAlias = dict[str, Tensor | None]
 """A flat sample of tensors and ``None`` only."""
@@ -57,7 +63,8 @@ def sample_layout(flat: Mapping[str, Tensor | None]) -> SampleLayout:
 
 @lru_cache(_CACHED_LAYOUTS)
 def _layout_of(entries: tuple[_Entry, ...]) -> SampleLayout:
-    by_key = sorted(entries, key=lambda entry: entry[0])
+    found = {entry[0]: entry for entry in entries}
+    by_key = [found[key] for key in sorted_keys(tuple(found))]
     schema = _schema_of(tuple([(key, dtype, len(shape)) for key, dtype, shape in by_key]))
     return SampleLayout.of(schema, tuple(chain.from_iterable([shape for _, _, shape in by_key])))
 

@@ -86,15 +86,17 @@ def serialize_sample(flat: Mapping[str, Leaf], keys: Sequence[str]) -> Tensor:
     missing = [key for key in keys if key not in flat]
     if missing:
         raise ValueError(f"keys {missing} are not in the sample, which has {list(flat)}")
-    tensors = {key: flat[key] for key in keys if flat[key] is not None}
-    for key, value in tensors.items():
-        if not isinstance(value, Tensor):
+    tensors: dict[str, Tensor] = {}
+    for key in keys:
+        value = flat[key]
+        if isinstance(value, Tensor):
+            tensors[key] = value
+        elif value is not None:
             raise ValueError(refusal(key, value))
-    placed, nbytes = _place(tensor_metadata(tensors), list(tensors))
-    fields = [cast("Tensor", tensors[field.key]) for field in placed]
-    device = fields[0].device if fields else torch.device("cpu")
+    _, nbytes = _place(tensor_metadata(tensors), list(tensors))
+    device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
     out = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    write_fields(out, (fields, placed, out.numel()))
+    write_fields(out, tensors)
     return out
 
 

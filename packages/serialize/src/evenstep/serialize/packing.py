@@ -2,13 +2,12 @@
 
 import contextlib
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from evenstep.serialize.dtypes import ALIGNMENT, DTYPES
+from evenstep.serialize.dtypes import ALIGNMENT, DTYPE_CODES, DTYPES, aligned
 from evenstep.serialize.laid_out import (
     FEW_ROWS,
     Copies,
@@ -18,22 +17,24 @@ from evenstep.serialize.laid_out import (
     is_laid_out,
     largest_memmove,
 )
-from evenstep.serialize.layout import meta_refusal, sample_layout
-from evenstep.serialize.placement import PlacedField
-from evenstep.serialize.schema import SampleLayout
+from evenstep.serialize.layout import is_plain, meta_refusal, refusal, sample_layout
+from evenstep.serialize.limits import MAX_NBYTES, MAX_NDIM
+from evenstep.serialize.placement import place_fields
+from evenstep.serialize.schema import SampleLayout, sorted_keys
 
-# The dtypes that can have conjugate or negative views, which are not what their memory says.
-_MAYBE_LAZY = frozenset(
-    [dtype for dtype in DTYPES.values() if dtype.is_complex]
-    + [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# Complex tensors may be conjugate views, and floating-point ones views of the imaginary part of
+# these, negated: then they are not what their memory says.
+_MAYBE_NEGATIVE = frozenset([torch.float16, torch.bfloat16, torch.float32, torch.float64])
+_NEVER_LAZY = (
+    frozenset([dtype for dtype in DTYPES.values() if not dtype.is_complex]) - _MAYBE_NEGATIVE
 )
 
 # An integer type of each element size, to move elements as they are: no conversion, and the same
 # operator for the dtypes for which torch has no other.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Run: TypeAlias = tuple[Sequence[Tensor], Sequence[PlacedField], int]
-"""Tensors, the place of each in the run, and the bytes of the run, padding included."""
+_ZEROS = ctypes.create_string_buffer(ALIGNMENT)  # what padding is copied from
+_ZEROS_ADDRESS = ctypes.addressof(_ZEROS)
 
 
 def pack_samples(
@@ -64,21 +65,20 @@ def pack_samples(
         ValueError: If a sample has no layout or not the one given, tensors lie on different
             devices or have no data (the meta device), or ``out`` does not fit.
     """
-    device = _device_of(flats) if out is None else out.device
-    if layouts is None:
-        # One after the other, so that a sample's tensors are read while they are in the cache.
-        found: Iterable[SampleLayout] = map(sample_layout, flats)
-    elif len(layouts) == len(flats):
-        found = _checked(flats, layouts)
-    else:
+    if layouts is not None and len(layouts) != len(flats):
         raise ValueError(f"{len(layouts)} layouts for {len(flats)} samples; give one for each")
+    device = _device_of(flats) if out is None else out.device
     fields = _fields_on(device)
-    for flat, layout in zip(flats, found, strict=True):
+    # One after the other, so that a sample's tensors are read while they are in the cache.
+    for index, flat in enumerate(flats):
+        if layouts is not None:
+            _check_layout(index, flat, layouts[index])
         if isinstance(fields, _FieldsOfHost) and is_laid_out(flat) and flat.is_cpu:
             fields.add_parts(flat)
         else:
-            tensors = [flat.get(field.key) for field in layout.placed]
-            fields.add(cast("list[Tensor]", tensors), layout.placed, layout.nbytes)
+            # Not by its layout, which takes longer to look up.
+            keys = sorted_keys(tuple(flat)) if layouts is None else layouts[index].schema.keys
+            fields.add(keys, flat if type(flat) is dict else dict(flat))
     if out is None:
         out = torch.empty(fields.nbytes, dtype=torch.uint8, device=device)
     else:
@@ -96,20 +96,11 @@ def _device_of(flats: Iterable[Mapping[str, Tensor | None]]) -> torch.device:
     return torch.device("cpu")
 
 
-def _checked(
-    flats: Sequence[Mapping[str, Tensor | None]], layouts: Sequence[SampleLayout]
-) -> Iterator[SampleLayout]:
-    """Yield the layouts, each compared with its sample: addresses are about to be used."""
-    for index, (flat, layout) in enumerate(zip(flats, layouts, strict=True)):
-        with contextlib.suppress(ValueError):  # a sample without a layout: told below
-            if sample_layout(flat) is layout:  # as a rule, since layouts are kept
-                yield layout
-                continue
-        _check_layout(index, flat, layout)
-        yield layout
-
-
 def _check_layout(index: int, flat: Mapping[str, Tensor | None], layout: SampleLayout) -> None:
+    """Compare a layout with its sample: its places are about to be used."""
+    with contextlib.suppress(ValueError):  # a sample without a layout: told below
+        if sample_layout(flat) is layout:  # as a rule, since layouts are kept
+            return
     for key, dtype, shape, *_ in layout.placed:
         tensor = flat.get(key)
         if type(tensor) is not Tensor or tensor.dtype is not dtype or tensor.shape != shape:
@@ -140,19 +131,18 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__} of {value.dtype} {list(value.shape)}"
 
 
-def write_fields(out: Tensor, run: Run) -> None:
-    """Copy fields to their places in ``out``, and zero the padding after each.
+def write_fields(out: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors end to end, each to the next multiple of ``ALIGNMENT``, with zeros between.
 
     Args:
-        out: 1-D ``uint8``, aligned, on the tensors' device.
-        run: The fields, which fill ``out``; each tensor has the dtype and the shape that its place
-            is for.
+        out: 1-D ``uint8``, aligned, on the tensors' device, of exactly the bytes needed.
+        tensors: As a sample's may be, in the order of their places.
 
     Raises:
-        ValueError: If a tensor lies on another device.
+        ValueError: If one may not, or lies on another device.
     """
     fields = _fields_on(out.device)
-    fields.add(*run)
+    fields.add([*tensors], tensors)
     fields.write(out)
 
 
@@ -166,60 +156,87 @@ class _FieldsOfHost:
     The tensors must stay as they are in between.
     """
 
-    __slots__ = ("_all_copies", "_copies", "_ends", "_held", "_limit", "_others", "nbytes")
+    __slots__ = ("_all_copies", "_copies", "_held", "_limit", "_others", "nbytes")
 
     def __init__(self) -> None:
         self.nbytes = 0
         self._all_copies = Copies()  # to places counted from the start of the buffer
-        self._copies = self._all_copies.by(copy_all)
+        self._copies = self._all_copies.by(copy_all)  # the first that are made
         self._others: list[tuple[int, int, Tensor]] = []  # what memmove cannot copy, or not as fast
-        self._ends: list[int] = []  # where padding begins
         self._held: list[object] = []  # what was added: it may have been made when asked for
         self._limit = largest_memmove()
 
-    def add(
-        self, tensors: Sequence[Tensor], placed: Sequence[PlacedField], run_nbytes: int
-    ) -> None:
-        """Add a run."""
-        start, limit = self.nbytes, self._limit
-        self._held.append(tensors)
-        for tensor, (key, dtype, _, _, _, offset, nbytes) in zip(tensors, placed, strict=True):
-            if not tensor.is_cpu:
-                raise ValueError(_device_rule(key, tensor, "cpu"))
-            place = start + offset
-            source = tensor.data_ptr()  # none of zeros that autograd made up
-            lazy = (nbytes > 0 and not source) or (
-                dtype in _MAYBE_LAZY
-                and (tensor.is_neg() or (dtype.is_complex and tensor.is_conj()))
-            )
-            if nbytes <= limit and not lazy and tensor.is_contiguous():
-                self._copies.append((place, source, nbytes))
-            elif nbytes > limit or lazy or not self._add_rows(place, source, tensor):
-                self._others.append((place, nbytes, tensor))
-            if nbytes % ALIGNMENT:
-                self._ends.append(place + nbytes)
-        self.nbytes += run_nbytes
+    def add(self, keys: Sequence[str], sample: Mapping[str, object]) -> None:
+        """Add the tensors of a sample, in the order of ``keys``."""
+        place, limit, copies, strided = self.nbytes, self._limit, self._copies, torch.strided
+        self._held.append(sample)
+        for key in keys:
+            tensor = sample[key]
+            if (
+                type(tensor) is Tensor
+                and not tensor.is_nested
+                and tensor.layout is strided
+                and (source := tensor.data_ptr())  # 0 if it is empty, or zeros of autograd
+                and (nbytes := tensor.nbytes) <= limit
+                and tensor.ndim <= MAX_NDIM
+                and tensor.is_cpu
+                and tensor.is_contiguous()
+                and (
+                    (dtype := tensor.dtype) in _NEVER_LAZY
+                    or (dtype in _MAYBE_NEGATIVE and not tensor.is_neg())
+                )
+            ):
+                if nbytes % ALIGNMENT:
+                    self._pad(place, nbytes)
+                copies.append((place, source, nbytes))
+                place += nbytes + -nbytes % ALIGNMENT
+            elif tensor is not None:
+                place += self._add_odd(key, place, tensor)
+        if place - self.nbytes > MAX_NBYTES:
+            raise ValueError(f"sample exceeds {MAX_NBYTES} bytes with its fields {list(keys)}")
+        self.nbytes = place
+
+    def _pad(self, place: int, nbytes: int) -> None:
+        """Zero the last word of a field, which is then written over as far as the field goes."""
+        self._copies.append((place + nbytes - nbytes % ALIGNMENT, _ZEROS_ADDRESS, ALIGNMENT))
+
+    def _add_odd(self, key: str, place: int, value: object) -> int:
+        """Add a tensor that one memmove does not copy, or not as fast, and return its bytes."""
+        tensor = _checked_tensor(key, value)
+        if not tensor.is_cpu:
+            raise ValueError(_device_rule(key, tensor, "cpu"))
+        nbytes = tensor.nbytes
+        if not nbytes:
+            return 0
+        if nbytes % ALIGNMENT:
+            self._pad(place, nbytes)
+        at_once = nbytes > self._limit or _is_lazy(tensor)
+        if not at_once and tensor.is_contiguous():  # a complex one
+            self._copies.append((place, tensor.data_ptr(), nbytes))
+        elif at_once or not self._add_rows(place, tensor):
+            self._others.append((place, nbytes, tensor))
+        return aligned(nbytes)
 
     def add_parts(self, sample: LaidOutSample) -> None:
         """Add the tensors of a sample by their addresses."""
         layout, start, limit = sample.layout, self.nbytes, self._limit
-        copies, ends = self._all_copies.by(sample.copier), self._ends
+        copies = self._all_copies.by(sample.copier)
         self._held.append(sample)
         for field, part in zip(layout.placed, sample.parts(), strict=True):
-            offset, nbytes = field.offset, field.nbytes
+            place, nbytes = start + field.offset, field.nbytes
+            if nbytes % ALIGNMENT:
+                self._pad(place, nbytes)
             if nbytes > limit:
                 tensor = sample[field.key]
                 assert tensor is not None
-                self._others.append((start + offset, nbytes, tensor))
+                self._others.append((place, nbytes, tensor))
             elif part[1]:
-                copies += copies_of_part(start + offset, part, field)
+                copies += copies_of_part(place, part, field)
             else:
-                copies.append((start + offset, part[0], nbytes))
-            if nbytes % ALIGNMENT:
-                ends.append(start + offset + nbytes)
+                copies.append((place, part[0], nbytes))
         self.nbytes += layout.nbytes
 
-    def _add_rows(self, place: int, source: int, tensor: Tensor) -> bool:
+    def _add_rows(self, place: int, tensor: Tensor) -> bool:
         """Add the rows of a tensor if they are few and contiguous, as position ids [3, 1, n]."""
         num_rows, *sizes = tensor.shape
         step, *strides = tensor.stride()
@@ -230,7 +247,8 @@ class _FieldsOfHost:
             span *= size
         if num_rows > FEW_ROWS:
             return False
-        row_nbytes, step_nbytes = span * tensor.itemsize, step * tensor.itemsize
+        source, row_nbytes = tensor.data_ptr(), span * tensor.itemsize
+        step_nbytes = step * tensor.itemsize
         self._copies += [
             (place + row * row_nbytes, source + row * step_nbytes, row_nbytes)
             for row in range(num_rows)
@@ -246,8 +264,6 @@ class _FieldsOfHost:
                 bits = resolved(tensor).view(_BITS[tensor.dtype.itemsize])
                 room = out[place : place + nbytes].view(bits.dtype)
                 room.view(bits.shape).copy_(bits)
-        for end in self._ends:
-            ctypes.memset(base + end, 0, -end % ALIGNMENT)
 
 
 class _FieldsOfDevice:
@@ -261,22 +277,37 @@ class _FieldsOfDevice:
         self._padding = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
         self._pieces: list[Tensor] = []
 
-    def add(
-        self, tensors: Sequence[Tensor], placed: Sequence[PlacedField], run_nbytes: int
-    ) -> None:
-        """Add a run."""
-        for tensor, field in zip(tensors, placed, strict=True):
+    def add(self, keys: Sequence[str], sample: Mapping[str, object]) -> None:
+        """Add the tensors of a sample, in the order of ``keys``."""
+        for key in keys:
+            value = sample[key]
+            if value is None:
+                continue
+            tensor = _checked_tensor(key, value)
             if tensor.is_meta or tensor.device != self._device:
-                raise ValueError(_device_rule(field.key, tensor, str(self._device)))
+                raise ValueError(_device_rule(key, tensor, str(self._device)))
             # Views cost no launch; only a tensor that is not contiguous is copied here.
             self._pieces.append(resolved(tensor).contiguous().view(-1).view(torch.uint8))
-            self._pieces.append(self._padding[: -field.nbytes % ALIGNMENT])
-        self.nbytes += run_nbytes
+            self._pieces.append(self._padding[: -tensor.nbytes % ALIGNMENT])
+            self.nbytes += aligned(tensor.nbytes)
 
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""
         if self._pieces:
             torch.cat(self._pieces, out=out)
+
+
+def _checked_tensor(key: str, value: object) -> Tensor:
+    """Return a value that is a tensor as a layout may have it."""
+    if not is_plain(value) or value.dtype not in DTYPE_CODES or value.ndim > MAX_NDIM:
+        raise ValueError(refusal(key, value))
+    place_fields([(key, value.dtype, value.shape)])  # refuses sizes that are too large
+    return value
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Tell whether a tensor is not what its memory says, or has none."""
+    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()) or not tensor.data_ptr()
 
 
 def resolved(tensor: Tensor) -> Tensor:

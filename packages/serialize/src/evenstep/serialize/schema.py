@@ -13,6 +13,8 @@ from evenstep.serialize.limits import MAX_FIELDS, MAX_KEY_BYTES, MAX_NDIM, ndim_
 from evenstep.serialize.placement import PlacedField, place_fields
 from evenstep.serialize.wire import Reader, write_text, write_varint
 
+_TOO_MANY_KEYS = f"sample has more than {MAX_FIELDS} keys; nest values in one tensor"
+
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
@@ -49,6 +51,7 @@ class SampleSchema:
     Attributes:
         fields: The tensors, sorted by key (by Unicode code point, as ``sorted`` does).
         none_keys: The keys whose value is ``None``, sorted.
+        keys: Those of the tensors, sorted.
         places: By key, the index in ``fields``, and ``None`` for each of ``none_keys``.
 
     Raises:
@@ -58,10 +61,11 @@ class SampleSchema:
 
     fields: tuple[FieldSpec, ...]
     none_keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = field(init=False, compare=False, repr=False)
     places: Mapping[str, int | None] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        field_keys = self.keys
+        field_keys = tuple([spec.key for spec in self.fields])
         _check_increasing(field_keys)
         for key in self.none_keys:
             check_key(key)
@@ -70,15 +74,11 @@ class SampleSchema:
         if both:
             raise ValueError(f"key {min(both)!r} is both a tensor and None")
         if len(field_keys) + len(self.none_keys) > MAX_FIELDS:
-            raise ValueError(f"sample has more than {MAX_FIELDS} keys; nest values in one tensor")
+            raise ValueError(_TOO_MANY_KEYS)
         places: dict[str, int | None] = {key: i for i, key in enumerate(field_keys)}
         places.update(dict.fromkeys(self.none_keys))
+        object.__setattr__(self, "keys", field_keys)
         object.__setattr__(self, "places", places)
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the tensors, sorted."""
-        return tuple([spec.key for spec in self.fields])
 
     @property
     def num_dims(self) -> int:
@@ -246,6 +246,20 @@ def check_key(key: str, where: str = "") -> None:
         ) from None
     if nbytes > MAX_KEY_BYTES:
         raise ValueError(f"key {key[:40]!r}...{at} has {nbytes} bytes, at most {MAX_KEY_BYTES} fit")
+
+
+@lru_cache(256)
+def sorted_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the keys of a sample in the order in which its tensors lie.
+
+    Raises:
+        ValueError: If there are too many, or one cannot be encoded.
+    """
+    for key in keys:
+        check_key(key)
+    if len(keys) > MAX_FIELDS:
+        raise ValueError(_TOO_MANY_KEYS)
+    return tuple(sorted(keys))
 
 
 def _check_increasing(keys: tuple[str, ...]) -> None:
