@@ -84,7 +84,7 @@ class Channel:
     ) -> tuple[dist.Work, list[memoryview]]:
         fitting = message[: self._capacity - _LENGTH.size]  # the rest goes in a second attempt
         frame = (_LENGTH.pack(len(message)) + fitting).ljust(self._capacity, b"\0")
-        sent = torch.frombuffer(bytearray(frame), dtype=torch.uint8).repeat(self._world_size)
+        sent = torch.frombuffer(bytearray(frame) * self._world_size, dtype=torch.uint8)
         received = bytearray(len(sent))
         frames = [
             memoryview(received)[start : start + self._capacity]

@@ -70,7 +70,8 @@ class Loan:
         self._node, self._rank, self._holds = node, rank, holds
         self._place = node.ranks.index(rank)
         self._layouts = layouts
-        self._parts: list[Part] = list(map(tuple, parts.view(torch.int64).view(-1, 2).tolist()))
+        words = iter(parts.view(torch.int64).tolist())
+        self._parts: list[Part] = [*zip(words, words, strict=True)]
 
     def samples(self) -> Iterator["LentSample"]:
         """Yield the samples."""

@@ -3,8 +3,9 @@
 import ctypes
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -29,6 +30,10 @@ class Placement(NamedTuple):
     dst_slot: int
     canonical_pos: int
     local_idx: int
+
+
+# `Placement(...)` in C, as there is one for each sample.
+_NEW_PLACEMENT: Callable[[tuple[int, ...]], Placement] = partial(tuple.__new__, Placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +101,7 @@ def plan_moves(
     indices, routes = tuple(zip(*deliveries, strict=True)) or ((), ())
     routed = tuple(zip(*routes, strict=True)) or ((), (), ())
     table = [array("q", column) for column in (indices, *routed)]
-    index, slot, owner, position = map(_as_tensor, table)
+    index, slot, owner, position = map(int64_tensor, table)
     if not torch.equal(index, torch.arange(len(holders))):  # not each sample once, in order
         _check_coverage(index, owner, len(holders), world_size)
         holders, nbytes = holders[index], nbytes[index]
@@ -110,7 +115,7 @@ def plan_moves(
     columns = torch.stack([holder, owner, nbytes, slot, position, local])[:, mine]
     sources, owners, counts, *placed = columns.tolist()
     for source, to, count, place in zip(
-        sources, owners, counts, map(Placement, *placed), strict=True
+        sources, owners, counts, map(_NEW_PLACEMENT, zip(*placed, strict=True)), strict=True
     ):
         if source == to:
             kept.append(place)
@@ -121,11 +126,12 @@ def plan_moves(
             receives[source].append(place)
             recv_splits[source] += count
     hosts = hosts or range(world_size)
-    apart = torch.empty(0).long()
+    none = torch.empty(0, dtype=torch.int64)
+    remote = _Pairs(none, none, none, world_size)
     if len({*hosts}) > 1:
         host = torch.tensor(hosts)
         apart = (host[holder] != host[owner]).nonzero().view(-1)
-    remote = _Pairs.of((holder * world_size + owner)[apart], nbytes[apart], world_size)
+        remote = _Pairs.of((holder * world_size + owner)[apart], nbytes[apart], world_size)
     return Moves(
         kept=tuple(sorted(kept)),
         sends=tuple([tuple(sorted(places)) for places in sends]),
@@ -150,8 +156,6 @@ class _Pairs(NamedTuple):
     @classmethod
     def of(cls, pair: Tensor, nbytes: Tensor, world_size: int) -> Self:
         """Add up samples by pair, which is sender * world_size + receiver."""
-        if not len(pair):
-            return cls(pair, pair, nbytes, world_size)
         distinct, where = torch.unique(pair, return_inverse=True)
         total = torch.zeros_like(distinct).index_add_(0, where, nbytes)
         return cls(distinct // world_size, distinct % world_size, total, world_size)
@@ -176,7 +180,8 @@ class _Pairs(NamedTuple):
         return torch.zeros(self.world_size, dtype=torch.int64)
 
 
-def _as_tensor(values: "array[int]") -> Tensor:
+def int64_tensor(values: "array[int]") -> Tensor:
+    """Return a tensor on the memory of an array of type "q"."""
     return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0).long()
 
 

@@ -5,12 +5,13 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from evenstep.exchange.moves import int64_tensor
 from evenstep.serialize import Leaf, SampleLayout, SampleSchema
 
 MAX_COSTS = 255
@@ -124,8 +125,8 @@ class Agreement:
     @cached_property
     def holders(self) -> Tensor:
         """Rank and local index of each sample, by global index; int64 [samples, 2]."""
-        spans = torch.tensor([span for slot in self._spans for span in slot]).view(-1, 3).long()
-        rank, start, end = spans.unbind(1)
+        spans = array("q", chain.from_iterable(chain.from_iterable(self._spans)))
+        rank, start, end = int64_tensor(spans).view(-1, 3).unbind(1)
         length = end - start
         first = length.cumsum(0) - length  # the global index of each span's first sample
         local = torch.arange(int(length.sum())) + (start - first).repeat_interleave(length)
@@ -138,7 +139,7 @@ class Agreement:
         for slot in self._spans:
             for rank, start, end in slot:
                 nbytes += self.reports[rank].nbytes[start:end]
-        return torch.tensor(nbytes, dtype=torch.int64)
+        return int64_tensor(nbytes)
 
     def costs_of_slot(self, slot: int) -> list[float]:
         """Return the costs of one slot by slot-local position; the first of several per sample."""

@@ -15,7 +15,7 @@ import torch
 from evenstep.reorder_buffer.columns import is_indivisible
 from evenstep.reorder_buffer.field_kinds import Global
 from evenstep.reorder_buffer.layout import BatchLayout
-from evenstep.serialize import FlatSample, dumps
+from evenstep.serialize import FlatSample, SampleSchema, dumps, is_laid_out
 
 __all__ = ["check_common_values", "note_of"]
 
@@ -74,10 +74,20 @@ def _where(slot: int, other: int) -> str:
 
 def _digests(layout: BatchLayout, flat: FlatSample) -> _Digests:
     digests = {}
-    for key, value in flat.items():
+    for key in flat:
+        if is_laid_out(flat) and _is_cut(layout, flat.layout.schema, key):
+            continue
+        value = flat[key]
         if isinstance(layout.kind_of(key, value), Global) or is_indivisible(value):
             encoded = dumps({"": value})
             digests[key] = hashlib.blake2b(encoded, digest_size=_DIGEST_BYTES).hexdigest()
         elif not isinstance(value, torch.Tensor):
             digests[key] = type(value).__name__
     return digests
+
+
+def _is_cut(layout: BatchLayout, schema: SampleSchema, key: str) -> bool:
+    """Tell from its schema whether a value is a part of a tensor, which would cost a view."""
+    place = schema.places[key]
+    ndim = 0 if place is None else schema.fields[place].ndim
+    return ndim > 0 and not isinstance(layout.kind_of_dims(key, ndim), Global)

@@ -1,5 +1,6 @@
 """How many items (images, videos, clips) each sample has, where no field of the batch says it."""
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,9 +91,9 @@ def row_products(key: str, value: Leaf) -> list[int]:
     """
     if isinstance(value, torch.Tensor):
         if value.ndim in (1, 2) and not (value.is_floating_point() or value.is_complex()):
-            entries = (
-                value.tolist() if value.ndim == 1 else value.prod(1, dtype=torch.int64).tolist()
-            )
+            entries = value.tolist()
+            if value.ndim == 2:  # short rows, and few of them beside what they count
+                entries = [math.prod(row) for row in entries]
         else:
             entries = [None]
     else:

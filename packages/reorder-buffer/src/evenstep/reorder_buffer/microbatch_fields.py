@@ -42,14 +42,14 @@ class FieldRules(Protocol):
 class MicrobatchFields:
     """The fields of one micro-batch, with the rows that each sample has of each.
 
-    Rows are counted once per field, when first asked for.
+    Rows and totals are counted once per field, when first asked for.
 
     Attributes:
         fields: Values by dotted key.
         size: Number of samples.
     """
 
-    __slots__ = ("_counts", "_items", "_rows", "_rules", "fields", "size")
+    __slots__ = ("_counts", "_items", "_rows", "_rules", "_totals", "fields", "size")
 
     def __init__(
         self,
@@ -65,6 +65,7 @@ class MicrobatchFields:
         self._counts = counts
         self._items: dict[str, list[int]] = {}
         self._rows: dict[str, list[int]] = {}
+        self._totals: dict[str, list[int]] = {}
 
     def samples(self) -> list[dict[str, Leaf]]:
         """Cut every field; return the samples in order, one value or view per field."""
@@ -104,9 +105,13 @@ class MicrobatchFields:
         Args:
             key: Key of an integer tensor ``[n]`` or ``[n, k]`` (entry: the product of a row).
         """
-        entries = row_products(key, self.fields[key])
-        cuts = list(accumulate(self.rows(key), initial=0))
-        return [sum(entries[start:end]) for start, end in pairwise(cuts)]
+        totals = self._totals.get(key)
+        if totals is None:
+            entries = row_products(key, self.fields[key])
+            cuts = accumulate(self.rows(key), initial=0)
+            totals = [sum(entries[start:end]) for start, end in pairwise(cuts)]
+            self._totals[key] = totals
+        return totals
 
     def rows(self, key: str) -> list[int]:
         """Return how many rows of the field ``key`` each sample has; they are all its rows.

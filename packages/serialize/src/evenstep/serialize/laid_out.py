@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, starmap
 from operator import itemgetter
-from typing import TypeAlias, TypeGuard, cast
+from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -147,15 +147,29 @@ class Copies:
             copier(copies, base)
 
 
-_Column: TypeAlias = tuple[Sequence[PlacedField], Sequence[Part], Sequence[list[Copy]]]
-"""One field of several samples: how it is laid out, where it lies, and what takes its copies."""
+_Pick: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
 
-_NO_COLUMN: _Column = ((), (), ())
-_STEP = itemgetter(1)
+
+class _Column(NamedTuple):
+    """One field of several samples.
+
+    Attributes:
+        dtype: The dtype of all.
+        sizes: By dimension, then by sample.
+        parts: Where each lies.
+        takers: For each copier, the list that takes its copies, and what picks its samples.
+    """
+
+    dtype: torch.dtype
+    sizes: Sequence[Sequence[int]]
+    parts: Sequence[Part]
+    takers: Sequence[tuple[list[Copy], _Pick]]
 
 
 class FieldJoiner:
     """Concatenates fields of many samples from where they lie, each byte copied once.
+
+    Works on columns, one number of every sample, so that little Python runs for each tensor.
 
     Args:
         samples: One or more samples.
@@ -178,10 +192,14 @@ class FieldJoiner:
         self._copies = [copies.by(sample.copier) for sample in samples]
         self._parts = [sample.parts() for sample in samples] if self._is_cpu else []
         self._columns: list[_Column] = []  # where all samples are of one schema
-        if self.is_uniform:
-            placed = zip(*[layout.placed for layout in self._layouts], strict=True)
-            parts = zip(*self._parts, strict=True)
-            self._columns = [(*pair, self._copies) for pair in zip(placed, parts, strict=False)]
+        if self.is_uniform and self._is_cpu:
+            takers = _takers(self._copies)
+            sizes = [*zip(*[layout.dims for layout in self._layouts], strict=True)]
+            end = 0
+            fields = self._layouts[0].schema.fields
+            for spec, parts in zip(fields, zip(*self._parts, strict=True), strict=True):
+                start, end = end, end + spec.ndim
+                self._columns.append(_Column(spec.dtype, sizes[start:end], parts, takers))
 
     @property
     def is_uniform(self) -> bool:
@@ -193,7 +211,7 @@ class FieldJoiner:
         for layout in self._layouts:
             place = layout.schema.places.get(key)
             if place is not None:
-                return len(layout.placed[place].shape)
+                return layout.schema.fields[place].ndim
         return None
 
     def join(self, key: str, dim: int) -> Tensor | None:
@@ -208,32 +226,44 @@ class FieldJoiner:
             device, large or unlike the others, there are many rows before ``dim``, or no such
             ``dim`` >= 0.
         """
-        fields, parts, copies = self._column(key)
-        if not _fit(fields, dim) or (dim != 1 and any(map(_STEP, parts))):
+        column = self._column(key)
+        if column is None or not 0 <= dim < len(column.sizes):
             return None
-        shape = fields[0].shape
-        length = sum([field.shape[dim] for field in fields])
-        joined = self._empty((*shape[:dim], length, *shape[dim + 1 :]), fields[0].dtype)
+        shape = [of_dim[0] for of_dim in column.sizes]
+        lengths = column.sizes[dim]
+        for of_dim in column.sizes:
+            if of_dim is not lengths and of_dim.count(of_dim[0]) < len(of_dim):
+                return None
         num_rows = math.prod(shape[:dim])
-        sizes = [field.nbytes // num_rows for field in fields]
-        places = [*accumulate(sizes, initial=joined.data_ptr())]
+        unit = column.dtype.itemsize * math.prod(shape[dim + 1 :])
+        nbytes = [length * unit for length in lengths]
+        if not 0 < num_rows <= FEW_ROWS or max(nbytes) * num_rows > largest_memmove():
+            return None
+        sources, steps = zip(*column.parts, strict=True)
+        if dim != 1 and any(steps):
+            return None
+        shape[dim] = sum(lengths)
+        joined = self._empty(shape, column.dtype)
+        places = [*accumulate(nbytes, initial=joined.data_ptr())]
         row_nbytes = places.pop() - joined.data_ptr()
         for row in range(num_rows):
-            below = row * row_nbytes
-            for place, (source, step), size, taking in zip(
-                places, parts, sizes, copies, strict=True
-            ):
-                taking.append((place + below, source + row * (step or size), size))
+            if row:
+                places = [place + row_nbytes for place in places]
+                sources = tuple(
+                    [at + (step or n) for at, step, n in zip(sources, steps, nbytes, strict=True)]
+                )
+            for copies, pick in column.takers:
+                copies.extend(zip(pick(places), pick(sources), pick(nbytes), strict=True))
         return joined
 
-    def _column(self, key: str) -> "_Column":
-        """Return one field of the samples that have it; of none if it must not be joined here."""
+    def _column(self, key: str) -> _Column | None:
+        """Return one field of the samples that have it; None if it must not be joined here."""
         if self._columns:
             place = self._layouts[0].schema.places.get(key)
-            return _NO_COLUMN if place is None else self._columns[place]
+            return None if place is None else self._columns[place]
         places = [layout.schema.places.get(key, -1) for layout in self._layouts]
         if None in places or not self._is_cpu:
-            return _NO_COLUMN
+            return None
         found = [
             (layout.placed[place], parts[place], copies)
             for place, layout, parts, copies in zip(
@@ -241,28 +271,23 @@ class FieldJoiner:
             )
             if place is not None and place >= 0
         ]
-        return cast("_Column", tuple(zip(*found, strict=True))) if found else _NO_COLUMN
+        if len({(field.dtype, len(field.shape)) for field, _, _ in found}) != 1:
+            return None
+        fields, parts, copies = zip(*found, strict=True)
+        sizes = [*zip(*[field.shape for field in fields], strict=True)]
+        return _Column(fields[0].dtype, sizes, parts, _takers(copies))
 
 
-def _fit(fields: Sequence[PlacedField], dim: int) -> bool:
-    """Tell whether fields can be joined along ``dim`` with a few memmoves each."""
-    if not fields:
-        return False
-    shape, dtype = fields[0].shape, fields[0].dtype
-    limit = largest_memmove()
-    return (
-        0 <= dim < len(shape)
-        and 0 < math.prod(shape[:dim]) <= FEW_ROWS
-        and all(  # few layouts repeat over many samples
-            field.dtype is dtype and field.nbytes <= limit and _are_alike(field.shape, shape, dim)
-            for field in dict(zip(map(id, fields), fields, strict=True)).values()
-        )
-    )
+def _takers(lists: Sequence[list[Copy]]) -> list[tuple[list[Copy], _Pick]]:
+    """Return each list once, with what picks the values of the samples whose list it is."""
+    taking = {id(copies): copies for copies in lists}
+    indices: dict[int, list[int]] = {known: [] for known in taking}
+    for index, copies in enumerate(lists):
+        indices[id(copies)].append(index)
+    return [(copies, _pick(indices[known])) for known, copies in taking.items()]
 
 
-def _are_alike(shape: Sequence[int], other: Sequence[int], dim: int) -> bool:
-    """Tell whether shapes are the same but for the size of ``dim``."""
-    behind = dim + 1
-    return shape == other or (
-        len(shape) == len(other) and shape[:dim] == other[:dim] and shape[behind:] == other[behind:]
-    )
+def _pick(indices: Sequence[int]) -> _Pick:
+    if len(indices) == 1:  # itemgetter would return the value itself
+        return itemgetter(slice(indices[0], indices[0] + 1))
+    return itemgetter(*indices)
