@@ -50,8 +50,9 @@ def test_pieces_of_any_size_are_read() -> None:
     source = filled(torch.uint8, sum(sizes))
     found = _buffer(16 + len(source))
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
-    copies = [(16 + at, source.data_ptr() + at, n) for at, n in zip(starts, sizes, strict=True)]
-    read_memory(os.getpid(), copies[::-1], found.data_ptr())
+    to, of = found.data_ptr() + 16, source.data_ptr()
+    copies = [(to + at, of + at, n) for at, n in zip(starts, sizes, strict=True)]
+    read_memory(os.getpid(), copies[::-1])
     assert found[:16].eq(GARBAGE).all()
     assert torch.equal(found[16:], source)
 

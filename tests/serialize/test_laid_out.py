@@ -162,8 +162,8 @@ class Elsewhere(InPlace):
     def copier(self) -> Copier:
         return self.copy_back
 
-    def copy_back(self, copies: Sequence[Copy], base: int = 0) -> None:
-        copy_all([(to, source + self.shift, n) for to, source, n in copies], base)
+    def copy_back(self, copies: Sequence[Copy]) -> None:
+        copy_all([(to, source + self.shift, n) for to, source, n in copies])
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -175,7 +175,9 @@ def test_what_lies_elsewhere_is_copied_as_it_says(dim: int) -> None:
     ]
     samples = [(Elsewhere if i % 2 else InPlace)(flat) for i, flat in enumerate(flats)]
     assert same(join(samples, "x", dim), torch.cat(xs, dim))
-    assert same(pack_samples(samples), pack_samples(flats))
+    packed = pack_samples(flats)
+    assert same(pack_samples(samples), packed)
+    assert same(pack_samples(samples, out=torch.full_like(packed, 9)), packed)
 
 
 def test_a_laid_out_sample_knows_its_keys_without_a_view() -> None:

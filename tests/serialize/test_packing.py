@@ -276,6 +276,7 @@ def test_a_buffer_that_does_not_fit_is_refused() -> None:
         (torch.zeros(4), "out is a Tensor of torch.float32"),
         (pool[:16].view(4, 4), "must be a contiguous 1-D uint8 tensor"),
         (pool[4:20], "not a multiple of 8"),
+        (pool[:16].to_sparse(), "must be a contiguous 1-D uint8 tensor"),
         (pool[:16].to("meta"), "field 'x' is on cpu, the buffer is on meta"),
     ]  # fmt: skip
     for out, message in cases:

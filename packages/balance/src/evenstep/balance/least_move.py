@@ -42,8 +42,8 @@ LARGEST = 3
 """Most samples that a group gives in one exchange."""
 
 LARGEST_OF_SMALL = 2
-"""The same, to send samples of `SMALL` home: three for three would move 1 to 3 % less and take as long
-as all the rest."""
+"""The same, to send up to `SMALL` samples home: three for three would move 1 to 3 % less, and take
+as long as all the rest."""
 
 MIN_PROGRESS = 1e-6
 """Share of the load above the limit that an exchange takes off at least."""

@@ -81,7 +81,7 @@ class Loan:
             yield LentSample(self, layout, self._parts[start:end])
             start = end
 
-    def copy(self, copies: Sequence[Copy], base: int = 0) -> None:
+    def copy(self, copies: Sequence[Copy]) -> None:
         """Copy bytes from the memory of the rank; a `Copier`.
 
         Raises:
@@ -91,7 +91,7 @@ class Loan:
         """
         failure: OSError | None = None
         try:
-            read_memory(self._node.processes[self._place], copies, base)
+            read_memory(self._node.processes[self._place], copies)
         except OSError as error:
             failure = error
         # What was copied is what was lent if, after that, it still is. A process that ends has no

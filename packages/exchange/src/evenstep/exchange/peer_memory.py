@@ -33,13 +33,12 @@ if _readv is not None:
     ]
 
 
-def read_memory(process: int, copies: Sequence[Copy], base: int = 0) -> None:
+def read_memory(process: int, copies: Sequence[Copy]) -> None:
     """Copy bytes from addresses of another process.
 
     Args:
         process: Its id.
         copies: The addresses to copy to are of this process.
-        base: What those are counted from.
 
     Raises:
         OSError: If the process is gone, does not allow it, or has nothing there.
@@ -50,7 +49,7 @@ def read_memory(process: int, copies: Sequence[Copy], base: int = 0) -> None:
         copies = _in_pieces(copies)
     for start in range(0, len(copies), _MAX_PIECES):
         to, source, nbytes = zip(*copies[start : start + _MAX_PIECES], strict=True)
-        here = _vectors([base + address for address in to] if base else to, nbytes)
+        here = _vectors(to, nbytes)
         there = _vectors(source, nbytes)
         count = len(nbytes)
         copied = _readv(process, here.buffer_info()[0], count, there.buffer_info()[0], count, 0)

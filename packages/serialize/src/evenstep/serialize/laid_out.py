@@ -26,8 +26,8 @@ A tensor of rows has few of them, ``FEW_ROWS`` at most, and each is contiguous.
 Copy: TypeAlias = tuple[int, int, int]
 """To which address, from which, and how many bytes."""
 
-Copier: TypeAlias = Callable[[Sequence[Copy], int], None]
-"""Makes copies; the addresses to copy to are counted from its second argument."""
+Copier: TypeAlias = Callable[[Sequence[Copy]], None]
+"""Makes copies."""
 
 FEW_ROWS = 16
 """Up to so many rows of a tensor are copied with a memmove each, rather than with one copy_."""
@@ -116,16 +116,15 @@ def copies_of_part(to: int, part: Part, field: PlacedField) -> list[Copy]:
     return [(to + row * size, source + row * step, size) for row in range(num_rows)]
 
 
-def copy_all(copies: Sequence[Copy], base: int = 0) -> None:
-    """Copy bytes between addresses; those to copy to are counted from ``base``."""
-    # Addresses are counted, and small copies made at C speed, some at a time, so that the numbers
-    # are in the cache; in between, other threads may run.
+def copy_all(copies: Sequence[Copy]) -> None:
+    """Copy bytes between addresses."""
+    # At C speed, which for small fields is most of the time; in between, other threads may run.
     for start in range(0, len(copies), _HELD_COPIES):
         some = copies[start : start + _HELD_COPIES]
-        small = [(base + to, source, n) for to, source, n in some if n <= _HELD_NBYTES]
+        small = [copy for copy in some if copy[2] <= _HELD_NBYTES]
         deque(starmap(_memmove_held, small), 0)
         if len(small) < len(some):
-            large = [(base + to, source, n) for to, source, n in some if n > _HELD_NBYTES]
+            large = [copy for copy in some if copy[2] > _HELD_NBYTES]
             deque(starmap(ctypes.memmove, large), 0)
 
 
@@ -144,7 +143,7 @@ class Copies:
     def make(self, base: int = 0) -> None:
         """Make all copies; the addresses to copy to are counted from ``base``."""
         for copier, copies in self._by_copier.items():
-            copier(copies, base)
+            copier([(base + to, source, n) for to, source, n in copies] if base else copies)
 
 
 _Pick: TypeAlias = Callable[[Sequence[int]], Sequence[int]]

@@ -67,8 +67,10 @@ def pack_samples(
     """
     if layouts is not None and len(layouts) != len(flats):
         raise ValueError(f"{len(layouts)} layouts for {len(flats)} samples; give one for each")
+    if out is not None:
+        _check_kind(out)
     device = _device_of(flats) if out is None else out.device
-    fields = _fields_on(device)
+    fields = _fields_on(device, out)
     # One after the other, so that a sample's tensors are read while they are in the cache.
     for index, flat in enumerate(flats):
         if layouts is not None:
@@ -81,8 +83,10 @@ def pack_samples(
             fields.add(keys, flat if type(flat) is dict else dict(flat))
     if out is None:
         out = torch.empty(fields.nbytes, dtype=torch.uint8, device=device)
-    else:
-        _check_out(out, fields.nbytes)
+    elif out.numel() != fields.nbytes:
+        raise ValueError(
+            f"out has {out.numel()} bytes, the samples take {fields.nbytes}; give that slice"
+        )
     fields.write(out)
     return out
 
@@ -115,11 +119,9 @@ def _check_layout(index: int, flat: Mapping[str, Tensor | None], layout: SampleL
         raise ValueError(f"sample {index} has other keys than its layout: {list(flat)}")
 
 
-def _check_out(out: Tensor, nbytes: int) -> None:
+def _check_kind(out: Tensor) -> None:
     if out.dtype is not torch.uint8 or out.dim() != 1 or not out.is_contiguous():
         raise ValueError(f"out is {describe(out)}; it must be a contiguous 1-D uint8 tensor")
-    if out.numel() != nbytes:
-        raise ValueError(f"out has {out.numel()} bytes, the samples take {nbytes}; give that slice")
     if out.storage_offset() % ALIGNMENT or out.data_ptr() % ALIGNMENT:
         raise ValueError(f"out starts at address {out.data_ptr()}, not a multiple of {ALIGNMENT}")
 
@@ -141,26 +143,32 @@ def write_fields(out: Tensor, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: If one may not, or lies on another device.
     """
-    fields = _fields_on(out.device)
+    fields = _fields_on(out.device, out)
     fields.add([*tensors], tensors)
     fields.write(out)
 
 
-def _fields_on(device: torch.device) -> "_FieldsOfHost | _FieldsOfDevice":
-    return _FieldsOfHost() if device.type == "cpu" else _FieldsOfDevice(device)
+def _fields_on(device: torch.device, out: Tensor | None) -> "_FieldsOfHost | _FieldsOfDevice":
+    if device.type != "cpu":
+        return _FieldsOfDevice(device)
+    return _FieldsOfHost(0 if out is None else out.data_ptr())
 
 
 class _FieldsOfHost:
     """The tensors of samples in host memory: looked up in one pass, and copied in another.
 
     The tensors must stay as they are in between.
+
+    Args:
+        start: The address of what will be written to, or 0 if it is not known yet.
     """
 
-    __slots__ = ("_all_copies", "_copies", "_held", "_limit", "_others", "nbytes")
+    __slots__ = ("_all_copies", "_copies", "_held", "_limit", "_others", "_start", "nbytes")
 
-    def __init__(self) -> None:
+    def __init__(self, start: int) -> None:
         self.nbytes = 0
-        self._all_copies = Copies()  # to places counted from the start of the buffer
+        self._start = start
+        self._all_copies = Copies()
         self._copies = self._all_copies.by(copy_all)  # the first that are made
         self._others: list[tuple[int, int, Tensor]] = []  # what memmove cannot copy, or not as fast
         self._held: list[object] = []  # what was added: it may have been made when asked for
@@ -168,7 +176,8 @@ class _FieldsOfHost:
 
     def add(self, keys: Sequence[str], sample: Mapping[str, object]) -> None:
         """Add the tensors of a sample, in the order of ``keys``."""
-        place, limit, copies, strided = self.nbytes, self._limit, self._copies, torch.strided
+        first = place = self._start + self.nbytes
+        limit, copies, strided = self._limit, self._copies, torch.strided
         self._held.append(sample)
         for key in keys:
             tensor = sample[key]
@@ -192,9 +201,9 @@ class _FieldsOfHost:
                 place += nbytes + -nbytes % ALIGNMENT
             elif tensor is not None:
                 place += self._add_odd(key, place, tensor)
-        if place - self.nbytes > MAX_NBYTES:
+        if place - first > MAX_NBYTES:
             raise ValueError(f"sample exceeds {MAX_NBYTES} bytes with its fields {list(keys)}")
-        self.nbytes = place
+        self.nbytes += place - first
 
     def _pad(self, place: int, nbytes: int) -> None:
         """Zero the last word of a field, which is then written over as far as the field goes."""
@@ -214,12 +223,12 @@ class _FieldsOfHost:
         if not at_once and tensor.is_contiguous():  # a complex one
             self._copies.append((place, tensor.data_ptr(), nbytes))
         elif at_once or not self._add_rows(place, tensor):
-            self._others.append((place, nbytes, tensor))
+            self._others.append((place - self._start, nbytes, tensor))
         return aligned(nbytes)
 
     def add_parts(self, sample: LaidOutSample) -> None:
         """Add the tensors of a sample by their addresses."""
-        layout, start, limit = sample.layout, self.nbytes, self._limit
+        layout, start, limit = sample.layout, self._start + self.nbytes, self._limit
         copies = self._all_copies.by(sample.copier)
         self._held.append(sample)
         for field, part in zip(layout.placed, sample.parts(), strict=True):
@@ -229,7 +238,7 @@ class _FieldsOfHost:
             if nbytes > limit:
                 tensor = sample[field.key]
                 assert tensor is not None
-                self._others.append((place, nbytes, tensor))
+                self._others.append((place - self._start, nbytes, tensor))
             elif part[1]:
                 copies += copies_of_part(place, part, field)
             else:
@@ -257,8 +266,7 @@ class _FieldsOfHost:
 
     def write(self, out: Tensor) -> None:
         """Copy all fields, and zero the padding."""
-        base = out.data_ptr()
-        self._all_copies.make(base)
+        self._all_copies.make(out.data_ptr() - self._start)
         with torch.no_grad():
             for place, nbytes, tensor in self._others:
                 bits = resolved(tensor).view(_BITS[tensor.dtype.itemsize])

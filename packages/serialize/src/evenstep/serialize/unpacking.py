@@ -108,7 +108,14 @@ class FieldViews:
 
     def sample(self, layout: SampleLayout, start: int = 0) -> TensorSample:
         """Return the tensors and ``None`` values of a sample ``start`` bytes into the region."""
-        flat: TensorSample = {field.key: self.tensor(field, start) for field in layout.placed}
+        # As `tensor` does, without a call for each.
+        flat: TensorSample = {}
+        typed, origin = self._typed, self._start + start
+        for key, dtype, shape, strides, first, _, _ in layout.placed:
+            base = typed.get(dtype)
+            if base is None:
+                base = typed[dtype] = self._region.view(dtype)
+            flat[key] = base.as_strided(shape, strides, origin // dtype.itemsize + first)
         for key in layout.schema.none_keys:
             flat[key] = None
         return flat
