@@ -131,6 +131,7 @@ class Text(str):
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - any subclass of tuple will do
 CYCLE: list[Any] = []
 CYCLE.append(CYCLE)
+BYTE = torch.zeros(1, dtype=torch.int8)
 DEEP: Any = 1
 for _ in range(64):
     DEEP = [DEEP]
@@ -163,6 +164,10 @@ for _ in range(21):
         ({"k" * 5000: 2}, "has 5000 bytes, at most 4096 fit"),
         ({"a": CYCLE}, r"field 'a\[0\]\[0\]'... is nested deeper than 64, or in itself"),
         ({"a": DEEP}, "is nested deeper than 64"),
+        ({"a": [torch.empty(0, 2**62)]}, r"field 'a\[0\]' of shape .* exceeds 4611686018427387903"),
+        ({"a": BYTE.expand(2**62)}, "field 'a' of shape .* exceeds 4611686018427387903 bytes"),
+        ({"a": torch.zeros(1).expand(2**61 + 1)}, "field 'a' of shape .* exceeds 461168601842738"),
+        ({"a": [BYTE.expand(2**61)] * 2}, r"sample exceeds 4611686018427387903 bytes at 'a\[1\]'"),
         ({"a": WIDE}, "sample has over 1048576 values; put numbers into tensors"),
         (OrderedDict(a=1), "sample is a OrderedDict; it must be a dict"),
         ([1], "sample is a list; it must be a dict"),

@@ -21,7 +21,6 @@ from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_NBYTES
 from evenstep.serialize.nested import NestedSample
 from evenstep.serialize.packing import describe, write_fields
-from evenstep.serialize.placement import place_fields
 from evenstep.serialize.tree_reader import TreeReader
 from evenstep.serialize.tree_writer import TreeWriter
 from evenstep.serialize.unpacking import sample_region
@@ -115,9 +114,7 @@ def dumps(sample: NestedSample) -> bytes:
         raise ValueError(f"plain values take {len(tree)} bytes, at most {_MAX_TREE_NBYTES} fit")
     tree_nbytes = len(tree)
     tree += bytes(aligned(tree_nbytes) - tree_nbytes)
-    _, payload_nbytes = place_fields(
-        [("", tensor.dtype, tuple(tensor.shape)) for tensor in writer.tensors]
-    )
+    payload_nbytes = writer.payload_nbytes
     # BytesIO hands out the bytes object that it was made of, so the payload is copied only once.
     stream = io.BytesIO(_bytes_to_fill(None, HEAD_NBYTES + len(tree) + payload_nbytes))
     with stream.getbuffer() as view:

@@ -10,10 +10,18 @@ from typing import TypeAlias, cast
 
 from torch import Tensor
 
-from evenstep.serialize.dtypes import DTYPE_CODES
+from evenstep.serialize.dtypes import DTYPE_CODES, aligned
 from evenstep.serialize.layout import is_plain, refusal
-from evenstep.serialize.limits import MAX_DEPTH, MAX_KEY_BYTES, MAX_NDIM, MAX_TENSORS, MAX_VALUES
+from evenstep.serialize.limits import (
+    MAX_DEPTH,
+    MAX_KEY_BYTES,
+    MAX_NBYTES,
+    MAX_NDIM,
+    MAX_TENSORS,
+    MAX_VALUES,
+)
 from evenstep.serialize.nested import Leaf
+from evenstep.serialize.placement import place_fields
 from evenstep.serialize.schema import check_key
 from evenstep.serialize.wire import write_varint
 
@@ -37,13 +45,15 @@ class TreeWriter:
     Attributes:
         tree: The tree so far.
         tensors: The tensors in the order of the tree, on the CPU.
+        payload_nbytes: Bytes of the tensors, each padded to ``ALIGNMENT``.
     """
 
-    __slots__ = ("_num_values", "tensors", "tree")
+    __slots__ = ("_num_values", "payload_nbytes", "tensors", "tree")
 
     def __init__(self) -> None:
         self.tree = bytearray()
         self.tensors: list[Tensor] = []
+        self.payload_nbytes = 0
         self._num_values = 0
 
     def write(self, value: Leaf, path: _Path = ()) -> None:
@@ -126,8 +136,15 @@ class TreeWriter:
             raise ValueError(f"field {_path_text(path)!r} is on the meta device and has no data")
         if len(self.tensors) == MAX_TENSORS:
             raise ValueError(f"sample has over {MAX_TENSORS} tensors; join some")
-        self.tree += bytes((TENSOR, DTYPE_CODES[value.dtype], value.dim()))
-        for size in value.shape:
+        dtype, shape = value.dtype, value.shape
+        nbytes = value.numel() * dtype.itemsize
+        self.payload_nbytes += aligned(nbytes)
+        if not nbytes or self.payload_nbytes > MAX_NBYTES:
+            place_fields([(_path_text(path), dtype, shape)])  # refuses sizes that are too large
+            if nbytes:
+                raise ValueError(f"sample exceeds {MAX_NBYTES} bytes at {_path_text(path)!r}")
+        self.tree += bytes((TENSOR, DTYPE_CODES[dtype], len(shape)))
+        for size in shape:
             write_varint(self.tree, size)
         self.tensors.append(value if value.is_cpu else value.cpu())
 
