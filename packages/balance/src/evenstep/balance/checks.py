@@ -32,10 +32,11 @@ def checked_costs(costs: Iterable[float], name: str = "costs") -> list[float]:
     """
     check_ordered(costs, name)
     given = list(costs)
-    if not set(map(type, given)) <= {float, int}:
+    kinds = set(map(type, given))
+    if not kinds <= {float, int}:
         given = [_real(cost, f"{name}[{i}]") for i, cost in enumerate(given)]
     try:
-        values = [float(cost) for cost in given]
+        values = given if kinds <= {float} else [float(cost) for cost in given]
         total = math.fsum(values)  # NaN or infinite as soon as one cost is
         sound = total < math.inf and min(values, default=0.0) >= 0.0
     except (OverflowError, ValueError):  # an integer beyond float64; or fsum's own complaint

@@ -7,7 +7,6 @@ canonical positions.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import repeat
 from typing import NamedTuple
 
 from evenstep.balance.checks import checked_count, checked_dp_size, checked_window
@@ -80,14 +79,15 @@ def slot_routes(orders: Sequence[Sequence[int]], dp_size: int) -> list[Route]:
         One `Route` per window-global sample index.
     """
     per_slot = len(orders[0]) if orders else 0
-    positions = range(per_slot)
     owners = [rank for rank in range(dp_size) for _ in range(per_slot // dp_size)]
-    route = [Route(0, 0, 0)] * (len(orders) * per_slot)
+    slot_of, position_of = ([0] * (len(orders) * per_slot) for _ in range(2))
+    positions = [*range(per_slot)]  # one object for a position in every slot
     for slot, order in enumerate(orders):
-        fields = zip(repeat(slot), owners, positions, strict=False)
-        for sample, entry in zip(order, map(_NEW_ROUTE, fields), strict=True):
-            route[sample] = entry
-    return route
+        for position, sample in zip(positions, order, strict=True):
+            slot_of[sample], position_of[sample] = slot, position
+    # The tuples are made in the order in which they will be read: 2**16 of them do not fit a cache.
+    fields = zip(slot_of, map(owners.__getitem__, position_of), position_of, strict=True)
+    return [*map(_NEW_ROUTE, fields)]
 
 
 def assert_intra_no_cross_slot(route: Sequence[tuple[int, int, int]], b_global: int) -> None:

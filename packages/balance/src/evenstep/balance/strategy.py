@@ -73,7 +73,11 @@ class Lpt(NamedTuple):
 
     def window(self, costs_per_slot: Sequence[Sequence[float]], n_groups: int) -> SlotGroups:
         """Return the groups of every slot (see `Strategy`)."""
-        return _shifted([lpt_groups(costs, n_groups) for costs in costs_per_slot])
+        first, slots = 0, []
+        for costs in costs_per_slot:
+            slots.append(lpt_groups(costs, n_groups, first))
+            first += len(costs)
+        return slots
 
 
 class Refined(NamedTuple):
@@ -202,11 +206,12 @@ def check_settings(strategy: Refined | LeastMove) -> None:
         checked_count(strategy.ranks_per_node, "ranks_per_node")
 
 
-def lpt_groups(costs: Sequence[float], n_groups: int) -> list[list[int]]:
-    """Return the groups of the contract's balanced order."""
+def lpt_groups(costs: Sequence[float], n_groups: int, first: int = 0) -> list[list[int]]:
+    """Return the groups of the contract's balanced order; samples are counted from `first`."""
     size = len(costs) // n_groups
     order = decreasing(costs)
-    return unranked(order, deal([costs[i] for i in order], n_groups, size, size))
+    groups = deal([costs[i] for i in order], n_groups, size, size)
+    return unranked([first + i for i in order], groups)
 
 
 def _max_load(costs: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
