@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from evenstep.exchange import ExchangeError, ExchangeTimeoutError, Transfer
 from evenstep.reorder_buffer import ReorderingBuffer
+from evenstep.reorder_buffer.prepared_window import PreparedWindow
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
-from evenstep.reorder_buffer.window import PreparedWindow
 from evenstep.serialize import FlatSample
 from tests.harness import RankPools
 from tests.reorder_buffer.numbered import (

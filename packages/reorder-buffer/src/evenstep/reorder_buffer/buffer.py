@@ -20,6 +20,7 @@ from evenstep.reorder_buffer.measuring import PhaseClock
 from evenstep.reorder_buffer.observer import WindowObserver
 from evenstep.reorder_buffer.overlap import StopRequest
 from evenstep.reorder_buffer.paired import PairedCheck, PairedModules
+from evenstep.reorder_buffer.prepared_window import BalancedWindow
 from evenstep.reorder_buffer.presets import MIMO_LAYOUT
 from evenstep.reorder_buffer.reader import LoaderReader
 from evenstep.reorder_buffer.settings import (
@@ -37,7 +38,7 @@ from evenstep.reorder_buffer.state import (
     encode_state,
 )
 from evenstep.reorder_buffer.stats import OnWindow
-from evenstep.reorder_buffer.window import BalancedWindow, OnUnevenEnd, WindowPipeline
+from evenstep.reorder_buffer.window import OnUnevenEnd, WindowPipeline
 from evenstep.reorder_buffer.windows import Launch, Windows, WindowsMaker, windows_maker
 
 __all__ = ["ReorderingBuffer"]

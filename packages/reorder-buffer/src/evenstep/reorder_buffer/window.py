@@ -1,11 +1,10 @@
-"""A window of micro-batches across a module's DP group: agree, plan, pack, move, merge."""
+"""Windows of micro-batches across a module's DP group: agree, plan, pack, and what ends them."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Generic, Literal, NamedTuple, TypeAlias
+from typing import Generic, Literal, TypeAlias
 
 from evenstep.balance import Route
 from evenstep.exchange import (
@@ -23,18 +22,13 @@ from evenstep.reorder_buffer.layout import BatchT
 from evenstep.reorder_buffer.measuring import Measured, PhaseClock
 from evenstep.reorder_buffer.observer import WindowObserver
 from evenstep.reorder_buffer.paired import PairedModules
+from evenstep.reorder_buffer.prepared_window import PreparedWindow
 from evenstep.reorder_buffer.residency import Residency
 from evenstep.reorder_buffer.source import Collected, WindowSpan
 from evenstep.reorder_buffer.stats import PlanStats, plan_stats
 from evenstep.serialize import SampleLayout
 
-__all__ = [
-    "BalancedWindow",
-    "OnUnevenEnd",
-    "PreparedWindow",
-    "UnevenEndError",
-    "WindowPipeline",
-]
+__all__ = ["OnUnevenEnd", "UnevenEndError", "WindowPipeline"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,22 +40,6 @@ OnUnevenEnd: TypeAlias = Literal["stop", "raise"]
 
 class UnevenEndError(ExchangeError):
     """A rank's data ended before that of the others; raised on every rank if so chosen."""
-
-
-class BalancedWindow(NamedTuple, Generic[BatchT]):
-    """A window as it is served.
-
-    Attributes:
-        batches: The micro-batches of this rank.
-        span: The part of this rank's data that was read for it.
-        last: Whether no window follows, which all ranks know.
-        measured: Its loads, bytes and times; None if nobody looks at them.
-    """
-
-    batches: list[BatchT]
-    span: WindowSpan
-    last: bool
-    measured: Measured | None
 
 
 class WindowPipeline(Generic[BatchT]):
@@ -100,7 +78,7 @@ class WindowPipeline(Generic[BatchT]):
         self._over = False
         self._unfinished: list[PreparedWindow[BatchT]] = []
 
-    def prepare(self, collect: Callable[[], Collected[BatchT]]) -> "PreparedWindow[BatchT] | None":
+    def prepare(self, collect: Callable[[], Collected[BatchT]]) -> PreparedWindow[BatchT] | None:
         """Collect a window and prepare its exchange; None at the end of the data, on every rank.
 
         Args:
@@ -145,11 +123,7 @@ class WindowPipeline(Generic[BatchT]):
             if window.is_finished:
                 window.part()
 
-    def parted(self, window: "PreparedWindow[BatchT]") -> None:
-        """Forget a window that nobody needs any more."""
-        self._unfinished.remove(window)
-
-    def _prepare(self, collect: Callable[[], Collected[BatchT]]) -> "PreparedWindow[BatchT] | None":
+    def _prepare(self, collect: Callable[[], Collected[BatchT]]) -> PreparedWindow[BatchT] | None:
         clock = PhaseClock()
         with clock.phase("control"):
             agreed, span = self._agree(collect, clock)
@@ -164,10 +138,12 @@ class WindowPipeline(Generic[BatchT]):
             )
         read_bytes = sum(layout.nbytes for layout in agreement.layouts)
         window = PreparedWindow(
-            self,
+            self.balancer,
             transfer,
-            agreement.num_slots,
-            read_bytes,
+            self.residency,
+            self._unfinished.remove,
+            num_slots=agreement.num_slots,
+            read_bytes=read_bytes,
             span=span,
             last=_is_last(agreed),
             clock=clock,
@@ -254,82 +230,3 @@ class WindowPipeline(Generic[BatchT]):
 
 def _is_last(agreement: Agreement) -> bool:
     return any(report.exhausted for report in agreement.reports)
-
-
-class PreparedWindow(Generic[BatchT]):
-    """A window that all ranks have committed to; made by `WindowPipeline.prepare`.
-
-    Its samples must be launched whatever happens, because the peers wait for them.
-
-    Attributes:
-        is_finished: Whether its samples have arrived, and are joined.
-    """
-
-    def __init__(
-        self,
-        pipeline: WindowPipeline[BatchT],
-        transfer: Transfer,
-        num_slots: int,
-        read_bytes: int,
-        *,
-        span: WindowSpan,
-        last: bool,
-        clock: PhaseClock,
-        measured: Measured | None,
-    ) -> None:
-        self._pipeline = pipeline
-        self._transfer = transfer
-        self._num_slots = num_slots
-        self._span, self._last, self._clock, self._measured = span, last, clock, measured
-        self.is_finished = False
-        self._launches = threading.Lock()  # taken by the one launch that there is
-        moves, keeps_views = transfer.moves, pipeline.balancer.keeps_views
-        sent, received = sum(moves.send_splits), sum(moves.recv_splits)
-        # What peers of this node hand over is in their memory, unless this rank must keep it.
-        own = received if keeps_views else sum(moves.over_network(moves.recv_splits))
-        self._nbytes = read_bytes + transfer.packed_nbytes + own
-        self._joined_nbytes = read_bytes - sent + received
-        pipeline.residency.add(self._nbytes)
-
-    def launch(self) -> None:
-        """Start moving the samples, once; every rank's launches follow the same order."""
-        if self._launches.acquire(blocking=False):
-            with self._clock.phase("transfer"):
-                self._transfer.launch()
-
-    def release(self) -> None:
-        """Let go of the peers' samples: this window will not be finished."""
-        self._transfer.release()
-
-    def settle(self, *, grace_s: float) -> None:
-        """Wait until the samples have moved, without a look at them, and forget the window."""
-        self._transfer.settle(grace_s=grace_s)
-        self._forget()
-
-    def finish(self, *, part: bool = False) -> BalancedWindow[BatchT]:
-        """Wait for the samples and join them; return the window's micro-batches of this rank.
-
-        Args:
-            part: Whether to `part` too, as the last thing that is done with this window.
-        """
-        balancer, residency = self._pipeline.balancer, self._pipeline.residency
-        with ExitStack() as moving:
-            with self._clock.phase("transfer"):
-                borrowed = self._transfer.borrowed(borrow=not balancer.keeps_views, part=part)
-                arrivals = moving.enter_context(borrowed)
-            residency.join(self._joined_nbytes)
-            with self._clock.phase("merge"):
-                batches = balancer.merge(arrivals, self._num_slots)
-        self.is_finished = True
-        if part or not self._transfer.lends:
-            self.part()
-        return BalancedWindow(batches, self._span, self._last, self._measured)
-
-    def part(self) -> None:
-        """Wait until the peers are done with this rank's samples, and forget the window."""
-        self._transfer.part()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._pipeline.parted(self)
-        self._pipeline.residency.add(-self._nbytes)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from evenstep.reorder_buffer.device import record_stream_for_batch
 from evenstep.reorder_buffer.layout import BatchT
 from evenstep.reorder_buffer.overlap import OverlapWorker, StopRequest
+from evenstep.reorder_buffer.prepared_window import BalancedWindow, PreparedWindow
 from evenstep.reorder_buffer.settings import check_overlap
 from evenstep.reorder_buffer.source import WindowSource
-from evenstep.reorder_buffer.window import BalancedWindow, PreparedWindow, WindowPipeline
+from evenstep.reorder_buffer.window import WindowPipeline
 
 __all__ = ["Launch", "Windows", "WindowsMaker", "windows_maker"]
 
