@@ -39,6 +39,7 @@ from evenstep.serialize import (
     flatten_nested,
     pack_samples,
     sample_layout,
+    unpack_samples,
 )
 from tests.reorder_buffer.microbatches import Case, assert_same, gather, mimo_cases, numbers
 
@@ -508,3 +509,16 @@ def test_zeros_without_memory_are_cut_by_torch() -> None:
     assert MIMO_LAYOUT.read(batch).cut() is None
     merged = MIMO_LAYOUT.merge(MIMO_LAYOUT.split(batch))
     assert torch.equal(merged["labels"], torch.zeros(2, 3))
+
+
+def test_samples_stay_what_they_were_when_the_batch_gets_other_tensors() -> None:
+    batch = {"input_ids": torch.arange(12).view(3, 4), "scale": torch.ones(2)}
+    layout = BatchLayout(fields={"scale": Global()})
+    samples = layout.read(batch).cut()
+    assert samples is not None
+    before = [{k: None if v is None else v.clone() for k, v in flat.items()} for flat in samples]
+    batch["input_ids"].data = torch.zeros(1, dtype=torch.int64)  # frees what it had
+    batch["scale"].unsqueeze_(0).requires_grad_()
+    assert_same([dict(flat) for flat in samples], before)
+    packed = pack_samples(samples)
+    assert_same(unpack_samples(packed, [flat.layout for flat in samples]), before)

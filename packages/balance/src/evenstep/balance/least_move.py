@@ -11,7 +11,7 @@ cheap company for a heavy one. The search:
 3. If that gets stuck, the exchanges of `refine` finish the job; if those fail too, the groups that
    proved the limit reachable are taken instead, each at the home it shares most cost with.
 4. Samples away from home go back wherever an exchange allows it within the limit (`send_home`):
-   one for one, then up to three for three, where few samples make that worth its time.
+   one for one, then up to three for three.
 
 With nodes, cost that leaves its node counts `CROSSING` times. Everything is decided by costs and
 indices alone, in a fixed order.
@@ -40,10 +40,6 @@ takes less time than the other starts would."""
 
 LARGEST = 3
 """Most samples that a group gives in one exchange."""
-
-LARGEST_OF_SMALL = 2
-"""The same, to send up to `SMALL` samples home: three for three would move 1 to 3 % less, and take
-as long as all the rest."""
 
 MIN_PROGRESS = 1e-6
 """Share of the load above the limit that an exchange takes off at least."""
@@ -98,7 +94,7 @@ def least_move_groups(
         found.append(placement)
     best = min(found, key=Placement.price)
     if few:
-        send_home(best, limit, LARGEST if len(costs) > SMALL else LARGEST_OF_SMALL)
+        send_home(best, limit, LARGEST)
     return [sorted(i for _, i in members) for members in best.members]
 
 

@@ -71,7 +71,7 @@ def cut_field(tensor: torch.Tensor, dim: int | None, rows: Sequence[int]) -> Cut
         return None
     if dim is not None and (dim > 1 or (dim == 1 and tensor.shape[0] > FEW_ROWS)):
         return None
-    return CutField(tensor.detach() if tensor.requires_grad else tensor, dim, rows)
+    return CutField(tensor.detach(), dim, rows)  # of its own: the caller's may be changed in place
 
 
 @lru_cache(_FORMS)

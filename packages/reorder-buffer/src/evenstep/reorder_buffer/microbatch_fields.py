@@ -111,7 +111,7 @@ class MicrobatchFields:
             cuts = accumulate(self.rows(key), initial=0)
             totals = [sum(entries[start:end]) for start, end in pairwise(cuts)]
             self._totals[key] = totals
-        return totals
+        return [*totals]
 
     def rows(self, key: str) -> list[int]:
         """Return how many rows of the field ``key`` each sample has; they are all its rows.

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -202,7 +203,7 @@ class _FieldsOfHost:
             elif tensor is not None:
                 place += self._add_odd(key, place, tensor)
         if place - first > MAX_NBYTES:
-            raise ValueError(f"sample exceeds {MAX_NBYTES} bytes with its fields {list(keys)}")
+            sample_layout(cast("Mapping[str, Tensor | None]", sample))  # says at which field
         self.nbytes += place - first
 
     def _pad(self, place: int, nbytes: int) -> None:

@@ -51,8 +51,8 @@ class SampleSchema:
     Attributes:
         fields: The tensors, sorted by key (by Unicode code point, as ``sorted`` does).
         none_keys: The keys whose value is ``None``, sorted.
-        keys: Those of the tensors, sorted.
         places: By key, the index in ``fields``, and ``None`` for each of ``none_keys``.
+        keys: Those of the tensors, sorted.
 
     Raises:
         ValueError: If the keys are not sorted, one occurs twice, or there are more than
@@ -61,8 +61,8 @@ class SampleSchema:
 
     fields: tuple[FieldSpec, ...]
     none_keys: tuple[str, ...] = ()
-    keys: tuple[str, ...] = field(init=False, compare=False, repr=False)
     places: Mapping[str, int | None] = field(init=False, compare=False, repr=False)
+    keys: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         field_keys = tuple([spec.key for spec in self.fields])
