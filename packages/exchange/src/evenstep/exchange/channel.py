@@ -2,6 +2,7 @@
 
 import struct
 from collections import deque
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,7 +13,19 @@ from evenstep.exchange.waiting import Patience, start_all_to_all
 
 _LENGTH = struct.Struct("<q")
 _CAPACITY = 1 << 12  # bytes of the first frames; a header and some fifty samples
-_MAX_MESSAGE_BYTES = 1 << 27  # the metadata of some two million samples of one rank
+
+MAX_MESSAGE_BYTES = 1 << 27
+"""The metadata of some two million samples of one rank."""
+
+
+class MessageChannel(Protocol):
+    """All-gathers one message per rank; see `Channel`."""
+
+    def gather(
+        self, message: bytes, group: dist.ProcessGroup, patience: Patience, *, doing: str
+    ) -> list[memoryview]:
+        """Send `message` to every rank and return the messages of all, in rank order."""
+        ...
 
 
 class Channel:
@@ -97,10 +110,10 @@ class Channel:
 
     def _check(self, lengths: list[int], doing: str) -> None:
         for rank, length in enumerate(lengths):
-            if not 0 < length <= _MAX_MESSAGE_BYTES:
+            if not 0 < length <= MAX_MESSAGE_BYTES:
                 raise ProtocolError(
                     f"rank {rank} announced a message of {length} bytes in {doing}; 1 to "
-                    f"{_MAX_MESSAGE_BYTES} are allowed, so it runs another program or another "
+                    f"{MAX_MESSAGE_BYTES} are allowed, so it runs another program or another "
                     "version"
                 )
 
@@ -115,10 +128,14 @@ class Channels:
     """
 
     def __init__(self, world_size: int) -> None:
-        self._channels = deque([Channel(world_size), Channel(world_size)])
+        self._channels: deque[MessageChannel] = deque([Channel(world_size), Channel(world_size)])
+
+    def replace(self, channel: MessageChannel) -> None:
+        """Use another channel from the next round on; all ranks must do so between the same two."""
+        self._channels = deque([channel])
 
     @property
-    def current(self) -> Channel:
+    def current(self) -> MessageChannel:
         """The channel of the present round."""
         return self._channels[0]
 

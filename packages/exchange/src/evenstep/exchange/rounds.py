@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from evenstep.exchange.channel import channels_of
+from evenstep.exchange.channel import MessageChannel, channels_of
 from evenstep.exchange.errors import (
     ExchangeError,
     MismatchError,
@@ -24,7 +24,7 @@ Setting = str | int | float | bool | None
 
 _HEADER = struct.Struct("<4sHBBQ8s")  # magic, version, kind, status, round, settings' fingerprint
 _MAGIC = b"EVEN"
-_VERSION = 2
+_VERSION = 3
 _MAX_REASON_CHARS = 4000  # the text of an exception that peers get to see
 
 
@@ -35,6 +35,7 @@ class Kind(enum.IntEnum):
     OFFER = 2
     COMMIT = 3
     MEETING = 4
+    LINKING = 5
 
 
 class _Status(enum.IntEnum):
@@ -47,6 +48,7 @@ _DOING = {
     Kind.OFFER: "agreeing on a window",
     Kind.COMMIT: "committing to a plan",
     Kind.MEETING: "committing to a plan",
+    Kind.LINKING: "committing to a plan",
 }
 
 
@@ -127,8 +129,10 @@ class Rounds:
         with contextlib.suppress(ExchangeError):
             if self._unheard is not None:
                 # An interrupt ended this round here, but the peers are in it still.
-                self._broken = None
                 kind, frame = self._unheard
+                if kind is Kind.LINKING:
+                    return  # they go on elsewhere, where they see that this rank does not come
+                self._broken = None
                 self._check(kind, self._exchange(kind, frame))
             if not self.failed:
                 self._check_usable()
@@ -158,6 +162,11 @@ class Rounds:
         except BaseException as error:
             self._broken = ExchangeError(f"an earlier call ended with {type(error).__name__}")
             raise
+
+    def move_to(self, channel: MessageChannel) -> None:
+        """Hold the next rounds of the group over another channel, as all its ranks must."""
+        assert self._channels is not None
+        self._channels.replace(channel)
 
     def compare_settings(self) -> None:
         """Compare the settings of all ranks; every rank must call this.

@@ -128,7 +128,7 @@ def start_all_to_all(
         ExchangeError: If the group was destroyed.
         PeerLostError: If the connection to a peer is already broken.
     """
-    _check_alive(group, doing)
+    check_alive(group, doing)
     _started.set()
     try:
         work = dist.all_to_all_single(
@@ -145,7 +145,7 @@ def start_all_to_all(
     return work
 
 
-def _check_alive(group: dist.ProcessGroup, doing: str) -> None:
+def check_alive(group: dist.ProcessGroup, doing: str) -> None:
     """Raise if the group was destroyed, which wakes nobody who waits inside it."""
     if not is_alive(group):
         raise ExchangeError(
@@ -164,7 +164,7 @@ def _completes(
         work.wait(timedelta(seconds=POLL_S))
         return True
     if not work.is_completed():
-        _check_alive(group, doing)
+        check_alive(group, doing)
         return False  # only the poll's time is over; the operation goes on
     try:
         work.wait()
@@ -188,7 +188,7 @@ def _lost(
     error: RuntimeError,
     absent: Callable[[], Sequence[int]] = _nobody,
 ) -> ExchangeError:
-    _check_alive(group, doing)
+    check_alive(group, doing)
     cause = str(error).partition(". This is")[0]
     if "timed out" in cause.lower():  # by Gloo, whose timeout was the shorter one
         return ExchangeTimeoutError(
