@@ -133,10 +133,11 @@ class LocalChannel:
                 link.begin(self._number + 1, message)
             self._number, self._is_pending = self._number + 1, True
         patience.until(lambda: self._completes(group, doing), doing=doing, absent=self._absent)
+        found = {peer: memoryview(link.arrived) for peer, link in self._links.items()}
+        found[self._rank] = memoryview(message)
+        messages = [found[rank] for rank in sorted(found)]
         self._is_pending = False
-        messages = {peer: memoryview(link.arrived) for peer, link in self._links.items()}
-        messages[self._rank] = memoryview(message)
-        return [messages[rank] for rank in sorted(messages)]
+        return messages
 
     def _absent(self) -> list[int]:
         return [peer for peer, link in self._links.items() if not link.has_arrived]
