@@ -139,11 +139,15 @@ def test_an_interrupt_behind_any_call_loses_nothing() -> None:
     assert at > 4 * len(sizes)
 
 
-def test_what_a_peer_sent_before_its_end_is_heard() -> None:
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_a_peer_sent_before_its_end_is_heard(unread: bool) -> None:
     here, there = _pair()
     channel = LocalChannel(0, {1: here}, lambda _peer: False)
+    if unread:  # else this rank's message is not even sent when the peer ends
+        with pytest.raises(ExchangeTimeoutError):
+            _gather(channel, b"first", timeout_s=0.1)
     there.send(_HEAD.pack(1, 4, 0) + b"last")
-    there.close()  # with this rank's message unread, or not even sent
+    there.close()
     assert _gather(channel, b"first") == [b"first", b"last"]
     with pytest.raises(PeerLostError, match=r"rank 1 while testing.*its end of the connection"):
         _gather(channel, b"second")
