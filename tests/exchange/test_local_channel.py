@@ -14,7 +14,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from evenstep.exchange import ExchangeTimeoutError, Patience, PeerLostError, ProtocolError
+from evenstep.exchange import (
+    ExchangeTimeoutError,
+    Patience,
+    PeerLostError,
+    ProtocolError,
+    SampleExchange,
+)
 from evenstep.exchange import local_channel as module
 from evenstep.exchange.channel import Channel
 from evenstep.exchange.local_channel import _HEAD, _PART_BYTES, Listener, LocalChannel, connect
@@ -239,22 +245,22 @@ def _window(rank: int, exchange: Any) -> int:
 
 
 def _kinds(rank: int, world_size: int) -> list[tuple[str, int]]:
-    def kind_of(**settings: Any) -> tuple[str, int]:
-        exchange = exchange_over_world(rank, world_size, **settings)
+    def kind_of(exchange: SampleExchange) -> tuple[str, int]:
         served = sum(_window(rank, exchange) for _ in range(3))
         channels = exchange._rounds._channels
         assert channels is not None
         return type(channels.current).__name__, served
 
-    found = [kind_of()]
+    exchanges = [exchange_over_world(rank, world_size) for _ in range(4)]
+    found = [kind_of(exchanges[0])]
     with over_network():
-        found.append(kind_of())
+        found.append(kind_of(exchanges[1]))
     refused = mock.patch("evenstep.exchange.node.connect", side_effect=OSError("refused"))
     with refused if rank == 1 else mock.patch.object(Channel, "unused", create=True):
-        found.append(kind_of())
+        found.append(kind_of(exchanges[2]))
     silent = mock.patch("evenstep.exchange.node.Listener", side_effect=OSError("no such sockets"))
     with silent if rank == 0 else mock.patch.object(Channel, "unused", create=True):
-        found.append(kind_of())
+        found.append(kind_of(exchanges[3]))
     return found
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from evenstep.exchange import ModuleGroups
 from evenstep.reorder_buffer import ReorderingBuffer
+from tests.exchange.samples import hold_rounds
 from tests.reorder_buffer.microbatches import assert_same
 
 LENGTH = 6
@@ -107,7 +108,8 @@ def over(made: ModuleGroups) -> dict[str, Any]:
 
 
 def buffer(source: Any, made: ModuleGroups, **settings: Any) -> ReorderingBuffer[dict[str, Any]]:
-    """Wrap a source of numbered micro-batches."""
+    """Wrap a source of numbered micro-batches; where the caller launches, rounds are over Gloo."""
+    hold_rounds(over_gloo=settings.get("launch") == "caller")
     return ReorderingBuffer(
         source, image_count_of=image_counts, **{**over(made), "cost_of": cost_of, **settings}
     )
