@@ -52,16 +52,19 @@ class Listener:
             OSError: If this process has no descriptor left.
         """
         found: dict[int, socket.socket] = {}
-        while len(found) < len(processes):
-            connection, _ = self._socket.accept()
-            credentials = connection.getsockopt(
-                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-            )
-            rank = processes.get(_CREDENTIALS.unpack(credentials)[0])
-            if rank is None:
-                connection.close()
-            else:
-                found[rank] = connection
+        with contextlib.ExitStack() as closing:
+            while len(found) < len(processes):
+                connection, _ = self._socket.accept()
+                closing.callback(connection.close)
+                credentials = connection.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+                )
+                rank = processes.get(_CREDENTIALS.unpack(credentials)[0])
+                if rank is None:
+                    connection.close()
+                else:
+                    found[rank] = connection
+            closing.pop_all()
         return found
 
     def close(self) -> None:
