@@ -19,6 +19,7 @@ from evenstep.exchange.waiting import MOVING, POLL_S, Patience
 from evenstep.serialize import LaidOutSample, Manifest, PackedSamples, SampleLayout, pack_samples
 
 _PAUSE_S = 0.0005
+_LOOK_S = 0.02
 
 
 class _Taken(NamedTuple):
@@ -205,15 +206,19 @@ class Handover:
         _give_back(self._taken, self._process)
 
     def _is_taken(self) -> bool:
-        give_up = time.monotonic() + POLL_S
+        look = now = time.monotonic()
+        give_up = now + POLL_S
         while late := self._late():
-            ended = [place for place in late if self._node.has_ended(place)]
-            # One may have mapped its samples, and ended, since it was found to be late.
-            if lost := [self._node.ranks[place] for place in self._late() if place in ended]:
-                raise PeerLostError(lost, doing=MOVING, cause="the process has ended")
-            if time.monotonic() > give_up:
+            if now >= look:  # not at each turn: whoever waits takes time from those who copy
+                look = now + _LOOK_S
+                ended = [place for place in late if self._node.has_ended(place)]
+                # One may have mapped its samples, and ended, since it was found to be late.
+                if lost := [self._node.ranks[place] for place in self._late() if place in ended]:
+                    raise PeerLostError(lost, doing=MOVING, cause="the process has ended")
+            if now > give_up:
                 return False
             time.sleep(_PAUSE_S)
+            now = time.monotonic()
         return True
 
     def _late(self) -> list[int]:
