@@ -89,12 +89,12 @@ def test_what_cannot_be_read_is_an_error_of_the_system() -> None:
 
 def test_a_system_without_the_call_lends_nothing() -> None:
     with ExitStack() as kept:
-        (card, _), _ = _shown(kept)
+        card, _ = _shown(kept)
         assert _is_readable_in_place(card)
         with mock.patch("evenstep.exchange.peer_memory._readv", None):
             assert not _is_readable_in_place(card)
         with mock.patch.dict(os.environ, {VARIABLE: "packed"}):
-            assert not _is_readable_in_place(_shown(kept)[0][0])
+            assert not _is_readable_in_place(_shown(kept)[0])
 
 
 # One process plays both ranks.

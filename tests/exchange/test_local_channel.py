@@ -1,5 +1,6 @@
 """Rounds between the processes of one machine: sockets, who connects, and what may go wrong."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from evenstep.exchange import (
+    ExchangeError,
     ExchangeTimeoutError,
     Patience,
     PeerLostError,
@@ -22,8 +24,7 @@ from evenstep.exchange import (
     SampleExchange,
 )
 from evenstep.exchange import local_channel as module
-from evenstep.exchange.channel import Channel
-from evenstep.exchange.local_channel import _HEAD, _PART_BYTES, Listener, LocalChannel, connect
+from evenstep.exchange.local_channel import _HEAD, _PART_BYTES, Links, LocalChannel
 from tests.exchange.samples import exchange_over_world, offer_of, over_network, round_robin
 from tests.harness import RankPools
 
@@ -47,7 +48,7 @@ def _channels(num_ranks: int) -> list[LocalChannel]:
     ends: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
     for one, other in combinations(range(num_ranks), 2):
         ends[one][other], ends[other][one] = _pair()
-    return [LocalChannel(rank, ends[rank], lambda _peer: False) for rank in range(num_ranks)]
+    return [LocalChannel(rank, ends[rank]) for rank in range(num_ranks)]
 
 
 def _gather(channel: LocalChannel, message: bytes, timeout_s: float = 20.0) -> list[bytes]:
@@ -123,8 +124,8 @@ def test_an_interrupt_behind_any_call_loses_nothing() -> None:
     while interrupted:
         at, interrupted = at + 1, False
         here, there = _pair()
-        channel = LocalChannel(0, {1: cast("Any", _Interrupting(here, at))}, lambda _peer: False)
-        other = LocalChannel(1, {0: there}, lambda _peer: False)
+        channel = LocalChannel(0, {1: cast("Any", _Interrupting(here, at))})
+        other = LocalChannel(1, {0: there})
 
         def play(channel: LocalChannel = channel) -> list[list[bytes]]:
             nonlocal interrupted
@@ -148,7 +149,7 @@ def test_an_interrupt_behind_any_call_loses_nothing() -> None:
 @pytest.mark.parametrize("unread", [False, True])
 def test_what_a_peer_sent_before_its_end_is_heard(unread: bool) -> None:
     here, there = _pair()
-    channel = LocalChannel(0, {1: here}, lambda _peer: False)
+    channel = LocalChannel(0, {1: here})
     if unread:  # else this rank's message is not even sent when the peer ends
         with pytest.raises(ExchangeTimeoutError):
             _gather(channel, b"first", timeout_s=0.1)
@@ -161,7 +162,7 @@ def test_what_a_peer_sent_before_its_end_is_heard(unread: bool) -> None:
 
 def test_a_peer_that_ends_in_the_middle_is_lost() -> None:
     here, there = _pair()
-    channel = LocalChannel(0, {1: here}, lambda _peer: False)
+    channel = LocalChannel(0, {1: here})
     there.send(_HEAD.pack(1, 8, 0) + b"half")
     there.close()
     with pytest.raises(PeerLostError) as caught:
@@ -171,7 +172,8 @@ def test_a_peer_that_ends_in_the_middle_is_lost() -> None:
 
 def test_a_peer_whose_process_has_ended_is_lost_though_its_connection_lives() -> None:
     here, there = _pair()  # `there` is in a child that a rank has forked, say
-    channel = LocalChannel(0, {1: here}, lambda peer: peer == 1)
+    channel = LocalChannel(0, {1: here})
+    channel.has_ended = lambda peer: peer == 1
     started = time.monotonic()
     with pytest.raises(PeerLostError, match="the process has ended"):
         _gather(channel, b"x")
@@ -181,7 +183,7 @@ def test_a_peer_whose_process_has_ended_is_lost_though_its_connection_lives() ->
 
 def test_a_peer_that_does_not_come_is_named_at_the_timeout() -> None:
     here, there = _pair()
-    channel = LocalChannel(0, {1: here}, lambda _peer: False)
+    channel = LocalChannel(0, {1: here})
     with pytest.raises(ExchangeTimeoutError) as caught:
         _gather(channel, b"x" * 5_000_000, timeout_s=0.3)  # more than a socket holds
     assert caught.value.ranks == (1,)
@@ -201,7 +203,7 @@ def test_a_peer_that_does_not_come_is_named_at_the_timeout() -> None:
 )
 def test_what_is_no_message_is_refused(packet: bytes, why: str) -> None:
     here, there = _pair()
-    channel = LocalChannel(0, {1: here}, lambda _peer: False)
+    channel = LocalChannel(0, {1: here})
     there.send(packet)
     with pytest.raises(ProtocolError, match=f"rank 1 {why} in testing"):
         _gather(channel, b"x")
@@ -210,9 +212,8 @@ def test_what_is_no_message_is_refused(packet: bytes, why: str) -> None:
 
 def test_only_the_ranks_processes_are_let_in() -> None:
     secret = os.urandom(16)
-    listener = Listener(secret)
-    with pytest.raises(BlockingIOError):
-        listener.accept({os.getpid(): 1})
+    links = Links(0, [secret, b""], [-1, os.getpid()])
+    links.listen()
     name = module._name(secret)
     code = (
         "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
@@ -223,18 +224,57 @@ def test_only_the_ranks_processes_are_let_in() -> None:
     )
     assert stranger.stdout is not None
     stranger.stdout.readline()
-    with connect(secret) as own:
-        found = listener.accept({os.getpid(): 1})
-        own.send(b"it is me")
-        assert found[1].recv(20) == b"it is me"
-        found[1].close()
-    listener.close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own:
+        own.connect(name)
+        channel = links.finish([memoryview(b"1")] * 2)
+        assert channel is not None
+        own.send(_HEAD.pack(1, 8, 0) + b"it is me")
+        assert _gather(channel, b"good") == [b"good", b"it is me"]
+        assert own.recv(100) == _HEAD.pack(1, 4, 0) + b"good"
     stranger.communicate(b"\n", timeout=20)
-    with pytest.raises(OSError, match="refused"):
-        connect(secret)
+
+
+def test_a_connection_that_cannot_be_taken_is_an_error_here() -> None:
+    links = Links(0, [os.urandom(16), b""], [-1, os.getpid()])
+    links.listen()
+    with pytest.raises(ExchangeError, match=r"cannot take the connections of its node: .*ulimit"):
+        links.finish([memoryview(b"1")] * 2)
+
+
+def test_a_message_that_is_too_long_is_refused_on_every_rank() -> None:
+    def told(channel: LocalChannel, nbytes: int) -> str:
+        with pytest.raises(ProtocolError) as caught:
+            _gather(channel, bytes(nbytes))
+        return str(caught.value)
+
+    with mock.patch.object(module, "MAX_MESSAGE_BYTES", 1000):
+        one, other = _channels(2)
+        said = _at_once([lambda: told(one, 10), lambda: told(other, 1001)])
+    assert said[0] == said[1]
+    assert said[0].startswith("rank 1 announced a message of 1001 bytes in testing")
+
+
+def test_a_large_message_takes_no_longer_than_its_bytes() -> None:
+    channels = _channels(2)
+    message = bytes(40_000_000)
+    started = time.thread_time_ns(), time.monotonic()
+    found = _at_once([lambda c=c: _gather(c, message) for c in channels])  # type: ignore[misc]
+    assert found == [[message] * 2] * 2
+    assert time.monotonic() - started[1] < 3.0
+
+
+def test_what_was_sent_before_a_timeout_is_what_was_said() -> None:
+    one, other = _channels(2)
+    with pytest.raises(ExchangeTimeoutError):
+        _gather(one, b"before", timeout_s=0.1)
+    assert _gather(other, b"late") == [b"before", b"late"]
+    assert _gather(one, b"after") == [b"before", b"late"]
 
 
 # spawned ranks
+
+
+_AS_IS: Any = contextlib.nullcontext()
 
 
 def _window(rank: int, exchange: Any) -> int:
@@ -255,11 +295,9 @@ def _kinds(rank: int, world_size: int) -> list[tuple[str, int]]:
     found = [kind_of(exchanges[0])]
     with over_network():
         found.append(kind_of(exchanges[1]))
-    refused = mock.patch("evenstep.exchange.node.connect", side_effect=OSError("refused"))
-    with refused if rank == 1 else mock.patch.object(Channel, "unused", create=True):
+    with mock.patch.object(Links, "connect", return_value=(None, b"0")) if rank == 1 else _AS_IS:
         found.append(kind_of(exchanges[2]))
-    silent = mock.patch("evenstep.exchange.node.Listener", side_effect=OSError("no such sockets"))
-    with silent if rank == 0 else mock.patch.object(Channel, "unused", create=True):
+    with mock.patch.object(Links, "listen") if rank == world_size - 1 else _AS_IS:
         found.append(kind_of(exchanges[3]))
     return found
 
@@ -272,20 +310,20 @@ def test_a_group_inside_a_node_leaves_gloo_if_all_are_connected(ranks: RankPools
 
 def _interrupted(rank: int, world_size: int, where: str) -> tuple[str, float]:
     exchange = exchange_over_world(rank, world_size)
-    calls = [0]
-    gather = Channel.gather
+    waits = [0]
+    wait = Patience.wait
 
-    def interrupted_behind_the_round(self: Channel, *args: Any, **more: Any) -> Any:
-        found = gather(self, *args, **more)
-        calls[0] += 1
-        if calls[0] == 3:  # an offer, a meeting, and the round behind which ranks go on elsewhere
+    def interrupted(self: Patience, *args: Any, **more: Any) -> None:
+        waits[0] += 1
+        if waits[0] == (3 if where == "meeting" else 4):  # behind an offer, and maybe a meeting
             raise KeyboardInterrupt
-        return found
+        wait(self, *args, **more)
 
-    patched: Any = mock.patch.object(Channel, "gather", interrupted_behind_the_round)
-    if where == "accept":
-        patched = mock.patch.object(Listener, "accept", side_effect=KeyboardInterrupt)
-    with patched if rank == 1 else mock.patch.object(Channel, "unused", create=True):
+    patched: Any = mock.patch.object(Patience, "wait", interrupted)
+    if where in {"connect", "_accept"}:
+        patched = mock.patch.object(Links, where, side_effect=KeyboardInterrupt)
+    alone = where == "meeting" and rank == 0
+    with patched if rank == 1 else over_network() if alone else _AS_IS:
         started = time.monotonic()
         try:
             _window(rank, exchange)
@@ -296,8 +334,36 @@ def _interrupted(rank: int, world_size: int, where: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("where", ["accept", "round"])
-def test_who_is_interrupted_while_connecting_holds_nobody(ranks: RankPools, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("meeting", "PeerFailedError"),
+        ("connect", "PeerFailedError"),
+        ("waiting", "PeerFailedError"),  # for the others to connect
+        ("_accept", "PeerLostError"),
+    ],
+)
+def test_who_is_interrupted_while_meeting_tells_its_peers(
+    ranks: RankPools, where: str, told: str
+) -> None:
     found = ranks(3).run(_interrupted, where, deadline_s=60.0)
-    assert [kind for kind, _ in found] == ["PeerLostError", "KeyboardInterrupt", "PeerLostError"]
+    assert [kind for kind, _ in found] == [told, "KeyboardInterrupt", told]
     assert max(took for _, took in found) < 5.0
+
+
+def _fails_to_read(rank: int, world_size: int) -> list[str]:
+    exchange = exchange_over_world(rank, world_size)
+    found = []
+    broken = mock.patch("evenstep.exchange.node._is_readable", side_effect=MemoryError("full"))
+    with broken if rank == 1 else _AS_IS:
+        try:
+            _window(rank, exchange)
+        except Exception as error:  # noqa: BLE001 - of any kind
+            found.append(type(error).__name__)
+    found.append(str(_window(rank, exchange)))
+    return found
+
+
+def test_ranks_are_in_step_after_one_could_not_meet(ranks: RankPools) -> None:
+    told = ranks(3).run(_fails_to_read, deadline_s=60.0)
+    assert told == [["PeerFailedError", "3"], ["MemoryError", "3"], ["PeerFailedError", "3"]]

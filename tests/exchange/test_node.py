@@ -212,13 +212,13 @@ def test_a_rank_may_end_as_soon_as_it_took_its_samples() -> None:
 @pytest.mark.parametrize("missing", ["memfd_create", "pidfd_open"])
 def test_a_python_without_the_calls_shares_nothing(missing: str) -> None:
     with mock.patch.object(os, missing, side_effect=AttributeError), ExitStack() as kept:
-        (card, _), _ = _shown(kept)
+        card, _ = _shown(kept)
     assert card.process == 0
 
 
 def test_what_cannot_be_read_is_not_of_this_node() -> None:
     with ExitStack() as kept:
-        (card, _), _ = _shown(kept)
+        card, _ = _shown(kept)
         assert _is_readable(card, card)
         assert not _is_readable(card._replace(secret=bytes(16)), card)
         pipe, other = os.pipe()  # reading it would wait for ever

@@ -5,87 +5,129 @@ cores busy, each hand-over waits for one. Here the thread that waits reads the s
 """
 
 import contextlib
+import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 
 import torch.distributed as dist
 
 from evenstep.exchange.channel import MAX_MESSAGE_BYTES
-from evenstep.exchange.errors import PeerLostError, ProtocolError
+from evenstep.exchange.errors import ExchangeError, PeerLostError, ProtocolError
 from evenstep.exchange.waiting import POLL_S, Patience, check_alive
 
 # The number of the round, the bytes of the whole message, and where this part of it begins.
 _HEAD = struct.Struct("<QQQ")
 _PART_BYTES = 1 << 16  # what any system lets into a socket at once
 _BACKLOG = 1 << 10  # more ranks than run on one machine
+_CONNECTED = b"1"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
-class Listener:
-    """Waits for the other ranks of the machine to connect.
+class Links:
+    """The connections between all ranks of a node, made in two steps with a round behind each.
 
     Args:
-        secret: Random bytes of this rank, from which they know the name.
-
-    Raises:
-        OSError: If this system has no such sockets.
+        rank: This rank in the group.
+        secrets: Random bytes of each rank, from which the others know its name.
+        processes: The process of each rank.
     """
 
-    def __init__(self, secret: bytes) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        self._socket.bind(_name(secret))
-        self._socket.listen(_BACKLOG)
+    def __init__(self, rank: int, secrets: Sequence[bytes], processes: Sequence[int]) -> None:
+        self._rank, self._secrets, self._processes = rank, secrets, processes
+        self._listener: socket.socket | None = None
+        self._connections: dict[int, socket.socket] = {}
 
-    def accept(self, processes: Mapping[int, int]) -> dict[int, socket.socket]:
-        """Return the connections by rank, all of which were made before.
+    def listen(self) -> None:
+        """Let the higher ranks connect; nobody can if this system has no such sockets."""
+        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+            listener = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.setblocking(False)
+            listener.bind(_name(self._secrets[self._rank]))
+            listener.listen(_BACKLOG)
+            self._listener = listener
+            closing.pop_all()
+
+    def connect(self) -> tuple[None, bytes]:
+        """Connect to the lower ranks, all of which listen; return whether that was possible."""
+        with contextlib.suppress(OSError):
+            for peer in range(self._rank):
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._connections[peer] = connection
+                connection.setblocking(False)
+                connection.connect(_name(self._secrets[peer]))
+            if self._listener is not None:
+                return None, _CONNECTED
+        return None, b"0"
+
+    def finish(self, told: Sequence[memoryview]) -> "LocalChannel | None":
+        """Return the channel over the connections; None if not all could be made.
 
         Args:
-            processes: The ranks that have connected, by process; others that did are refused.
+            told: What `connect` returned on each rank.
 
         Raises:
-            BlockingIOError: If one is missing.
-            OSError: If this process has no descriptor left.
+            ExchangeError: If this rank cannot take the connections that were made. The peers find
+                theirs closed.
         """
-        found: dict[int, socket.socket] = {}
-        with contextlib.ExitStack() as closing:
-            while len(found) < len(processes):
-                connection, _ = self._socket.accept()
-                closing.callback(connection.close)
-                credentials = connection.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-                )
-                rank = processes.get(_CREDENTIALS.unpack(credentials)[0])
-                if rank is None:
-                    connection.close()
-                else:
-                    found[rank] = connection
-            closing.pop_all()
-        return found
+        try:
+            if any(bytes(message) != _CONNECTED for message in told):
+                self.close()
+                return None
+            self._accept()
+        except OSError as error:
+            self.close()
+            raise ExchangeError(
+                f"this rank cannot take the connections of its node: {error}; raise its limit "
+                "(ulimit -n), or set EVENSTEP_SHARED_MEMORY=0"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        self._close_listener()
+        return LocalChannel(self._rank, self._connections)
 
     def close(self) -> None:
-        """Stop waiting."""
-        self._socket.close()
+        """Close all that is open."""
+        self._close_listener()
+        for connection in self._connections.values():
+            connection.close()
+
+    def _accept(self) -> None:
+        """Take the connections of the higher ranks, all of which were made before."""
+        assert self._listener is not None
+        ranks = {process: rank for rank, process in enumerate(self._processes)}
+        while len(self._connections) < len(self._processes) - 1:
+            connection, _ = self._listener.accept()
+            credentials = connection.getsockopt(
+                socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+            )
+            rank = ranks.get(_CREDENTIALS.unpack(credentials)[0])
+            if rank is None or rank <= self._rank:
+                connection.close()  # some other process of this machine
+            else:
+                self._connections[rank] = connection
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
 
 
-def connect(secret: bytes) -> socket.socket:
-    """Connect to the listener of a rank of this machine.
+def _never(_peer: int) -> bool:
+    return False
 
-    Raises:
-        OSError: If that is impossible.
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.setblocking(False)
-        connection.connect(_name(secret))
-    except OSError:
+
+def _close(connections: Sequence[socket.socket], process: int) -> None:
+    """Close connections so that peers see it though a forked child has them too; it does not."""
+    for connection in connections:
+        if os.getpid() == process:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         connection.close()
-        raise
-    return connection
 
 
 def _name(secret: bytes) -> bytes:
@@ -103,25 +145,21 @@ class LocalChannel:
     Args:
         rank: This rank in the group.
         connections: To every other rank of the group.
+
+    Attributes:
         has_ended: Returns whether the process of a rank is known to be gone. The end of its
             connection tells that too, unless a forked child of it lives on.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        connections: Mapping[int, socket.socket],
-        has_ended: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
+        self.has_ended: Callable[[int], bool] = _never
         self._rank = rank
         self._links = {peer: _Link(connections[peer]) for peer in sorted(connections)}
-        self._has_ended = has_ended
+        self._process = os.getpid()
         self._number = 0
+        self._message = b""
         self._is_pending = False
-
-    def __del__(self) -> None:
-        for link in self._links.values():
-            link.close()
+        weakref.finalize(self, _close, [*connections.values()], self._process).atexit = False
 
     def gather(
         self, message: bytes, group: dist.ProcessGroup, patience: Patience, *, doing: str
@@ -131,13 +169,21 @@ class LocalChannel:
         As `Channel.gather`, which says more.
         """
         check_alive(group, doing)
+        if os.getpid() != self._process:
+            raise ExchangeError("this group was copied into another process by fork()")
         if not self._is_pending:
             for link in self._links.values():
                 link.begin(self._number + 1, message)
+            self._message = message
             self._number, self._is_pending = self._number + 1, True
+        if len(self._message) > MAX_MESSAGE_BYTES:
+            for link in self._links.values():
+                link.send()  # the first part, from which the peers know
+            told = f"announced a message of {len(self._message)} bytes"
+            raise ProtocolError(_refusal(self._rank, told, doing))
         patience.until(lambda: self._completes(group, doing), doing=doing, absent=self._absent)
         found = {peer: memoryview(link.arrived) for peer, link in self._links.items()}
-        found[self._rank] = memoryview(message)
+        found[self._rank] = memoryview(self._message)
         messages = [found[rank] for rank in sorted(found)]
         self._is_pending = False
         return messages
@@ -153,7 +199,9 @@ class LocalChannel:
             left = give_up - time.monotonic()
             if left <= 0:
                 check_alive(group, doing)
-                if lost := [peer for peer in busy if self._has_ended(peer)]:
+                ended = [*filter(self.has_ended, busy)]
+                # One may have sent its message, and ended, since.
+                if lost := [peer for peer in ended if not self._step(peer, doing)]:
                     raise PeerLostError(lost, doing=doing, cause="the process has ended")
                 return False
             poll = select.poll()
@@ -171,10 +219,12 @@ class LocalChannel:
         except (EOFError, OSError) as error:
             raise PeerLostError([peer], doing=doing, cause=str(error)) from error
         except ValueError as error:
-            raise ProtocolError(
-                f"rank {peer} {error} in {doing}, so it runs another program or another version"
-            ) from error
+            raise ProtocolError(_refusal(peer, str(error), doing)) from error
         return link.is_done
+
+
+def _refusal(rank: int, what: str, doing: str) -> str:
+    return f"rank {rank} {what} in {doing}, so it runs another program or another version"
 
 
 class _Link:
@@ -186,11 +236,8 @@ class _Link:
         self._number = 0
         self._message = b""
         self._sent: int | None = 0  # bytes; None once the peer will read no more
-        self.arrived = b""
+        self.arrived = bytearray()
         self._expected: int | None = None  # bytes, once the first part has told
-
-    def close(self) -> None:
-        self._connection.close()
 
     @property
     def descriptor(self) -> int:
@@ -199,7 +246,7 @@ class _Link:
     def begin(self, number: int, message: bytes) -> None:
         """Begin a round; the same one again changes nothing that peers notice."""
         self._number, self._message = number, message
-        self._sent, self.arrived, self._expected = 0, b"", None
+        self._sent, self.arrived, self._expected = 0, bytearray(), None
 
     @property
     def has_arrived(self) -> bool:

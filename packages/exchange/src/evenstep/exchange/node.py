@@ -4,15 +4,14 @@ import ctypes
 import os
 import secrets
 import select
-import socket
 import struct
 import sys
+import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from evenstep.exchange.errors import ExchangeError, PeerLostError
 from evenstep.exchange.host_memory import rounded
-from evenstep.exchange.local_channel import Listener, LocalChannel, connect
+from evenstep.exchange.local_channel import Links
 from evenstep.exchange.peer_memory import read_memory
 from evenstep.exchange.rounds import Kind, Rounds
 from evenstep.exchange.shared_region import Handle, MappedRegion, Region
@@ -87,45 +86,40 @@ class Node:
         """Find the ranks that share memory, in two rounds; every rank must call this.
 
         The ranks of a machine are one node if each of them can read the memory of every other,
-        which containers, for example, may prevent. If all ranks are one node, later rounds are
-        held over connections of its own.
+        which containers, for example, may prevent. If all ranks are one node, they connect in a
+        third round, and hold later ones over these connections.
 
         Raises:
             ExchangeError: As `Rounds.gather`.
         """
-        with ExitStack() as kept, ExitStack() as closing:
-            (own, listener), told = rounds.gather(Kind.MEETING, lambda: _shown(kept))
+        with ExitStack() as kept:
+            own, told = rounds.gather(Kind.MEETING, lambda: _shown(kept))
             cards = [_Card(*_CARD.unpack(card)) for card in told]
-            connections: dict[int, socket.socket] = {}
+            secrets = [card.secret for card in cards]
+            links = Links(rank, secrets, [card.process for card in cards])
 
             def read() -> tuple[None, bytes]:
                 reached = [peer for peer, card in enumerate(cards) if _is_readable(card, own)]
                 in_place = [~peer for peer in reached if _is_readable_in_place(cards[peer])]
                 if len(reached) == len(cards):
-                    connections.update(_connected(cards[:rank], closing))
-                linked = [len(cards) + peer for peer in connections]
-                return None, array("q", reached + in_place + linked).tobytes()
+                    links.listen()
+                return None, array("q", reached + in_place).tobytes()
 
-            # Who fails from here on closes its connections, which tells the peers.
-            with rounds.breaking():
-                _, told = rounds.gather(Kind.LINKING, read)
-                reached = [{*memoryview(peers).cast("q")} for peers in told]
-                node = cls._of(rank, cards, reached)
-                pairs = combinations(range(len(cards)), 2)
-                if len(cards) == len(node.ranks) > 1 and all(
-                    len(cards) + peer in reached[reader] for peer, reader in pairs
-                ):
-                    assert listener is not None
-                    later = {cards[peer].process: peer for peer in range(rank + 1, len(cards))}
-                    try:
-                        connections |= listener.accept(later)
-                    except OSError as error:
-                        raise ExchangeError(
-                            f"this rank cannot take the connections of its node: {error}; raise "
-                            f"its limit (ulimit -n), or set {VARIABLE}=0"
-                        ) from error
-                    rounds.move_to(LocalChannel(rank, connections, node.has_ended))
-                    closing.pop_all()
+            try:
+                _, told = rounds.gather(Kind.MEETING, read)
+            except BaseException:
+                links.close()
+                raise
+        node = cls._of(rank, cards, [{*memoryview(peers).cast("q")} for peers in told])
+        if len(node.ranks) == len(cards) > 1:
+            channel = rounds.link(links)
+            if channel is not None:
+                channel.has_ended = node.has_ended
+                for place in range(len(cards)):
+                    with suppress(OSError):  # one that has ended, or no descriptor left
+                        node.watch(place)
+        else:
+            links.close()
         return node
 
     @classmethod
@@ -201,9 +195,13 @@ class Node:
         if place not in self._watches:
             self._watches[place] = os.pidfd_open(self.processes[place])
 
-    def __del__(self) -> None:
-        for descriptor in self._watches.values():
-            os.close(descriptor)
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close, self._watches).atexit = False
+
+
+def _close(watches: Mapping[int, int]) -> None:
+    for descriptor in watches.values():
+        os.close(descriptor)
 
 
 # A node must not hold its group, or neither would ever be freed.
@@ -218,20 +216,9 @@ def node_of(group: dist.ProcessGroup, rank: int, rounds: Rounds) -> Node:
     return node
 
 
-def _connected(cards: Sequence[_Card], closing: ExitStack) -> dict[int, socket.socket]:
-    """Return connections to ranks that listen, as far as they can be made."""
-    connections = {}
-    for peer, card in enumerate(cards):
-        with suppress(OSError):
-            connections[peer] = connect(card.secret)
-            closing.callback(connections[peer].close)
-    return connections
-
-
-def _shown(kept: ExitStack) -> tuple[tuple[_Card, Listener | None], bytes]:
+def _shown(kept: ExitStack) -> tuple[_Card, bytes]:
     """Return how peers can reach this rank, and that as bytes; what they shall read is `kept`."""
     card = _Card(bytes(16), 0, 0, 0, bytes(16))
-    listener = None
     if sys.platform == "linux" and os.environ.get(VARIABLE) != "0":
         secret = secrets.token_bytes(16)
         # Without /proc, or in a Python or a sandbox without these calls, the card stays empty.
@@ -244,9 +231,7 @@ def _shown(kept: ExitStack) -> tuple[tuple[_Card, Listener | None], bytes]:
             kept.enter_context(memoryview(buffer))  # keeps it
             address = 0 if os.environ.get(VARIABLE) == "packed" else ctypes.addressof(buffer)
             card = _Card(_machine(), os.getpid(), descriptor, address, secret)
-            listener = Listener(secret)
-            kept.callback(listener.close)
-    return (card, listener), _CARD.pack(*card)
+    return card, _CARD.pack(*card)
 
 
 def _machine() -> bytes:

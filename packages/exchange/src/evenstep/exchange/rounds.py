@@ -5,18 +5,19 @@ import enum
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from evenstep.exchange.channel import MessageChannel, channels_of
+from evenstep.exchange.channel import channels_of
 from evenstep.exchange.errors import (
     ExchangeError,
     MismatchError,
     PeerFailedError,
     ProtocolError,
 )
+from evenstep.exchange.local_channel import Links, LocalChannel
 from evenstep.exchange.waiting import Patience
 
 T = TypeVar("T")
@@ -85,6 +86,7 @@ class Rounds:
         self._broken: ExchangeError | None = None
         self.failed = False
         self._unheard: tuple[Kind, bytes] | None = None
+        self._links: Links | None = None
 
     def gather(self, kind: Kind, make: Callable[[], tuple[T, bytes]]) -> tuple[T, list[memoryview]]:
         """Run one round: report what `make` returns, or that it failed, and hear all ranks.
@@ -129,11 +131,12 @@ class Rounds:
         with contextlib.suppress(ExchangeError):
             if self._unheard is not None:
                 # An interrupt ended this round here, but the peers are in it still.
-                kind, frame = self._unheard
-                if kind is Kind.LINKING:
-                    return  # they go on elsewhere, where they see that this rank does not come
                 self._broken = None
-                self._check(kind, self._exchange(kind, frame))
+                kind, frame = self._unheard
+                frames = self._exchange(kind, frame)
+                self._check(kind, frames)
+                if kind is Kind.LINKING:  # where the peers go on, if they could all connect
+                    self._move([frame[_HEADER.size :] for frame in frames])
             if not self.failed:
                 self._check_usable()
                 self._tell(Kind.OFFER, error)
@@ -163,10 +166,34 @@ class Rounds:
             self._broken = ExchangeError(f"an earlier call ended with {type(error).__name__}")
             raise
 
-    def move_to(self, channel: MessageChannel) -> None:
-        """Hold the next rounds of the group over another channel, as all its ranks must."""
+    def link(self, links: Links) -> LocalChannel | None:
+        """Hold the next rounds of the group over connections of its own, if all ranks can.
+
+        Every rank must call this, once all listen.
+
+        Returns:
+            What they are held over from now on; None if it is the group.
+
+        Raises:
+            ExchangeError: As `gather`.
+        """
+        self._links = links
+        try:
+            _, told = self.gather(Kind.LINKING, links.connect)
+        except BaseException:
+            if self._unheard is None:  # else `fail` goes on with them
+                links.close()
+            raise
+        return self._move(told)
+
+    def _move(self, told: Sequence[memoryview]) -> LocalChannel | None:
+        assert self._links is not None
         assert self._channels is not None
-        self._channels.replace(channel)
+        with self.breaking():
+            channel = self._links.finish(told)
+            if channel is not None:
+                self._channels.replace(channel)
+        return channel
 
     def compare_settings(self) -> None:
         """Compare the settings of all ranks; every rank must call this.
