@@ -76,6 +76,9 @@ class Node:
     _contents: int = 0
     _recent_peak: int = 0
 
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close, self._watches).atexit = False
+
     @classmethod
     def alone(cls, rank: int, world_size: int) -> "Node":
         """Return the node of a rank that shares memory with no other, and no other does."""
@@ -194,9 +197,6 @@ class Node:
         assert sys.platform == "linux"
         if place not in self._watches:
             self._watches[place] = os.pidfd_open(self.processes[place])
-
-    def __post_init__(self) -> None:
-        weakref.finalize(self, _close, self._watches).atexit = False
 
 
 def _close(watches: Mapping[int, int]) -> None:
