@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from evenstep.balance import Route
 from evenstep.exchange import Agreement, Offer, Patience, SampleExchange
-from evenstep.exchange.local_channel import Links
+from evenstep.exchange.local_links import Links
 from evenstep.exchange.node import VARIABLE
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
 from evenstep.serialize import FlatSample, fold_values, sample_layout
@@ -105,7 +105,6 @@ def hold_rounds(*, over_gloo: bool) -> None:
 
     For good, as threads may meet later; whoever cares chooses again.
     """
-
     Links.listen = _nobody_listens if over_gloo else _LISTEN  # type: ignore[method-assign, assignment]
 
 

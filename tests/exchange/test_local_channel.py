@@ -24,7 +24,8 @@ from evenstep.exchange import (
     SampleExchange,
 )
 from evenstep.exchange import local_channel as module
-from evenstep.exchange.local_channel import _HEAD, _PART_BYTES, Links, LocalChannel
+from evenstep.exchange.local_channel import _HEAD, _PART_BYTES, LocalChannel
+from evenstep.exchange.local_links import Links, _name
 from tests.exchange.samples import exchange_over_world, offer_of, over_network, round_robin
 from tests.harness import RankPools
 
@@ -214,7 +215,7 @@ def test_only_the_ranks_processes_are_let_in() -> None:
     secret = os.urandom(16)
     links = Links(0, [secret, b""], [-1, os.getpid()])
     links.listen()
-    name = module._name(secret)
+    name = _name(secret)
     code = (
         "import socket; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); "
         f"s.connect({name!r}); print(flush=True); input()"

@@ -148,7 +148,7 @@ def test_probe_logs_the_spread_per_slot(caplog: pytest.LogCaptureFixture) -> Non
     assert "'after_max':" in caplog.text
 
 
-def _joined(batch: Any, made: ModuleGroups, rank: int, world_size: int) -> Any:
+def _joined(batch: Any, made: ModuleGroups, rank: int, world_size: int, **more: Any) -> Any:
     (joined,) = exchange_window(
         [batch],
         n_groups=world_size,
@@ -158,6 +158,7 @@ def _joined(batch: Any, made: ModuleGroups, rank: int, world_size: int) -> Any:
         dp_group_gloo=made.control,
         dp_group_nccl=made.payload,
         image_count_of=image_counts,
+        **more,
     )
     return joined
 
@@ -344,25 +345,13 @@ def _kept_samples(rank: int, world_size: int) -> bool:
     """Exchange windows, and say whether earlier ones are still as they were."""
     layout = _KeepingLayout(fields=MIMO_LAYOUT.fields)
     with groups() as made:
-        windows = [
-            exchange_window(
-                [microbatch(shard(turn, rank, world_size, 16))],
-                dp_rank=rank,
-                dp_size=world_size,
-                n_groups=world_size,
-                cost_of=cost_of,
-                dp_group_gloo=made.control,
-                dp_group_nccl=made.payload,
-                image_count_of=image_counts,
-                layout=layout,
+        served = [
+            _joined(
+                microbatch(shard(turn, rank, world_size, 16)), made, rank, world_size, layout=layout
             )
             for turn in range(4)
         ]
-    return all(
-        torch.equal(torch.cat(batch["raw"]), batch["input_ids"])
-        for window in windows
-        for batch in window
-    )
+    return all(torch.equal(torch.cat(batch["raw"]), batch["input_ids"]) for batch in served)
 
 
 def test_a_layout_of_its_own_may_keep_the_samples(ranks: RankPools) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from evenstep.exchange.errors import ExchangeError, PeerLostError
 from evenstep.exchange.host_memory import rounded
-from evenstep.exchange.local_channel import Links
+from evenstep.exchange.local_links import Links
 from evenstep.exchange.peer_memory import read_memory
 from evenstep.exchange.rounds import Kind, Rounds
 from evenstep.exchange.shared_region import Handle, MappedRegion, Region

@@ -17,7 +17,8 @@ from evenstep.exchange.errors import (
     PeerFailedError,
     ProtocolError,
 )
-from evenstep.exchange.local_channel import Links, LocalChannel
+from evenstep.exchange.local_channel import LocalChannel
+from evenstep.exchange.local_links import Links
 from evenstep.exchange.waiting import Patience
 
 T = TypeVar("T")
@@ -187,10 +188,11 @@ class Rounds:
         return self._move(told)
 
     def _move(self, told: Sequence[memoryview]) -> LocalChannel | None:
-        assert self._links is not None
+        links, self._links = self._links, None
+        assert links is not None
         assert self._channels is not None
         with self.breaking():
-            channel = self._links.finish(told)
+            channel = links.finish(told)
             if channel is not None:
                 self._channels.replace(channel)
         return channel

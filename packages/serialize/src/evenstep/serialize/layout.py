@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evenstep.serialize.dtypes import DTYPE_CODES, REFUSED_DTYPES, supported_names
 from evenstep.serialize.laid_out import is_laid_out
-from evenstep.serialize.limits import ndim_refusal
+from evenstep.serialize.limits import MAX_NDIM, ndim_refusal
 from evenstep.serialize.schema import (
     FieldSpec,
     SampleLayout,
@@ -82,6 +82,11 @@ def _schema_of(entries: tuple[tuple[str, torch.dtype | None, int], ...]) -> Samp
 def is_plain(value: object) -> TypeGuard[Tensor]:
     """Tell whether ``value`` is exactly a dense tensor: no subclass, not sparse, not nested."""
     return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+
+
+def is_supported(value: object) -> TypeGuard[Tensor]:
+    """Tell whether ``value`` can be the tensor of a field; :func:`refusal` says why not."""
+    return is_plain(value) and value.dtype in DTYPE_CODES and value.ndim <= MAX_NDIM
 
 
 def refusal(key: str, value: object) -> str:

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from evenstep.serialize.dtypes import ALIGNMENT, DTYPE_CODES, DTYPES, aligned
+from evenstep.serialize.dtypes import ALIGNMENT, DTYPES, aligned
 from evenstep.serialize.laid_out import (
     FEW_ROWS,
     Copies,
@@ -18,7 +18,7 @@ from evenstep.serialize.laid_out import (
     is_laid_out,
     largest_memmove,
 )
-from evenstep.serialize.layout import is_plain, meta_refusal, refusal, sample_layout
+from evenstep.serialize.layout import is_supported, meta_refusal, refusal, sample_layout
 from evenstep.serialize.limits import MAX_NBYTES, MAX_NDIM
 from evenstep.serialize.placement import place_fields
 from evenstep.serialize.schema import SampleLayout, sorted_keys
@@ -308,7 +308,7 @@ class _FieldsOfDevice:
 
 def _checked_tensor(key: str, value: object) -> Tensor:
     """Return a value that is a tensor as a layout may have it."""
-    if not is_plain(value) or value.dtype not in DTYPE_CODES or value.ndim > MAX_NDIM:
+    if not is_supported(value):
         raise ValueError(refusal(key, value))
     place_fields([(key, value.dtype, value.shape)])  # refuses sizes that are too large
     return value

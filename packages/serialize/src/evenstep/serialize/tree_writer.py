@@ -11,12 +11,11 @@ from typing import TypeAlias, cast
 from torch import Tensor
 
 from evenstep.serialize.dtypes import DTYPE_CODES, aligned
-from evenstep.serialize.layout import is_plain, refusal
+from evenstep.serialize.layout import is_supported, refusal
 from evenstep.serialize.limits import (
     MAX_DEPTH,
     MAX_KEY_BYTES,
     MAX_NBYTES,
-    MAX_NDIM,
     MAX_TENSORS,
     MAX_VALUES,
 )
@@ -130,7 +129,7 @@ class TreeWriter:
 
     def write_tensor(self, value: Tensor, path: _Path) -> None:
         """Append a tensor."""
-        if not is_plain(value) or value.dtype not in DTYPE_CODES or value.dim() > MAX_NDIM:
+        if not is_supported(value):
             raise ValueError(refusal(_path_text(path), value))
         if value.is_meta:
             raise ValueError(f"field {_path_text(path)!r} is on the meta device and has no data")
