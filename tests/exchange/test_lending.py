@@ -235,6 +235,25 @@ def test_a_lender_waits_until_its_samples_are_copied() -> None:
     lender.wait(Patience(timeout_s=20.0))
 
 
+def test_what_was_lent_is_given_back_before_what_was_packed() -> None:
+    for lends in (True, False):
+        ranks = _ranks(lends=lends)
+        ranks.take(0)
+        ranks.take(1)
+        lender, reader = ranks.handovers
+        found = reader.samples_from(0, borrow=True)
+        reader.give_back()
+        lender.wait(Patience(timeout_s=20.0))
+        assert lender._region is not None
+        assert lender._region.is_free == lends
+        if not lends:
+            assert [sample["ids"].tolist() for sample in _dicts(found)] == [
+                flat["ids"].tolist() for flat in ranks.expected[1]
+            ]
+        reader.release()
+        assert lender._region.is_free
+
+
 def test_a_reader_that_is_dropped_is_done() -> None:
     ranks = _ranks()
     ranks.take(1)

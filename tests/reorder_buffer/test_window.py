@@ -20,7 +20,8 @@ from evenstep.reorder_buffer import (
     reorder_window_local,
 )
 from evenstep.reorder_buffer.balancer import WindowBalancer
-from evenstep.serialize import flatten_nested
+from evenstep.serialize import flatten_nested, laid_out
+from evenstep.serialize.laid_out import copy_all
 from tests.harness import RankPools
 from tests.reorder_buffer.numbered import (
     checked,
@@ -167,9 +168,9 @@ def _uses_its_memory_again(rank: int, world_size: int) -> list[list[int]]:
     """Write to what was given as soon as it may be, while rank 1 takes its time to join."""
     merge = WindowBalancer.merge
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **more: Any) -> Any:
         time.sleep(0.1 if rank == 1 else 0.0)
-        return merge(*args)
+        return merge(*args, **more)
 
     found = []
     with groups() as made, mock.patch.object(WindowBalancer, "merge", slow):
@@ -190,14 +191,41 @@ def test_what_was_given_may_be_written_to_once_the_window_is_there(ranks: RankPo
         assert there == [*range(turn * 3 * SIZE, (turn + 1) * 3 * SIZE)]
 
 
+def _copies_its_own_slowly(rank: int, world_size: int) -> tuple[float, list[int]]:
+    """Rank 1 takes a second for what it kept; the others write to what they gave meanwhile."""
+
+    def slow(copies: Any) -> None:
+        time.sleep(1.0 if copies else 0.0)
+        copy_all(copies)
+
+    with groups() as made:
+        for turn in range(2):  # the first connects the ranks
+            batch = microbatch(shard(turn, rank, world_size, SIZE), names=False)
+            dist.barrier()
+            started = time.monotonic()
+            with mock.patch.object(laid_out, "copy_all", slow if rank == 1 and turn else copy_all):
+                joined = _joined(batch, made, rank, world_size)
+            took = time.monotonic() - started
+            for value in flatten_nested(batch).values():
+                assert isinstance(value, torch.Tensor)
+                value.zero_()
+        return took, checked(joined)
+
+
+def test_who_has_copied_what_peers_lend_keeps_them_no_longer(ranks: RankPools) -> None:
+    found = ranks(3).run(_copies_its_own_slowly)
+    assert [took < 0.8 for took, _ in found] == [True, False, True]
+    assert sorted(number for _, numbers in found for number in numbers) == [*range(12, 24)]
+
+
 def _fails_to_join(rank: int, world_size: int) -> str:
     merge = WindowBalancer.merge
 
-    def slow_or_failing(*args: Any) -> Any:
+    def slow_or_failing(*args: Any, **more: Any) -> Any:
         if rank == 1:
             raise MemoryError("no room")
         time.sleep(0.3)
-        return merge(*args)
+        return merge(*args, **more)
 
     with groups() as made, mock.patch.object(WindowBalancer, "merge", slow_or_failing):
         try:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from evenstep.serialize import (
     SampleSchema,
     TensorSample,
     fold_values,
+    in_pieces,
     is_laid_out,
     pack,
     pack_samples,
@@ -416,11 +418,37 @@ def test_tensors_that_a_mapping_makes_live_until_they_are_packed() -> None:
     assert torch.equal(pack_samples([MadeWhenAsked()] * 20), expected)
 
 
-def test_small_and_large_copies_all_arrive() -> None:
-    sizes = [1, 1 << 16, (1 << 16) + 1, 0, 1 << 17] * 30  # more than are copied without a pause
+@pytest.mark.parametrize("num_threads", [1, 2])  # of Python: a large copy is cut where it is one
+def test_small_and_large_copies_all_arrive(num_threads: int) -> None:
+    # More than are copied without a pause.
+    sizes = [1, 1 << 16, (1 << 16) + 1, 0, 448 << 10, (448 << 10) + 1, 1 << 20] * 10
     source = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
     target = torch.zeros_like(source)
     offsets = [*accumulate(sizes, initial=0)][:-1]
     to, start = target.data_ptr(), source.data_ptr()
-    copy_all([(to + at, start + at, size) for at, size in zip(offsets, sizes, strict=True)])
+    with mock.patch("threading.active_count", return_value=num_threads):
+        copy_all([(to + at, start + at, size) for at, size in zip(offsets, sizes, strict=True)])
+    assert torch.equal(source, target)
+
+
+def test_pieces_do_what_the_copies_do() -> None:
+    copies = [(100, 900, 7), (200, 800, 0), (300, 700, 6), (400, 600, 3)]
+    assert in_pieces(copies, 3) == [
+        *[(100, 900, 3), (103, 903, 3), (106, 906, 1)],
+        *[(300, 700, 3), (303, 703, 3)],
+        (400, 600, 3),
+    ]
+
+
+def test_what_lies_elsewhere_can_be_fetched_first() -> None:
+    source, target = filled(torch.uint8, 3), torch.zeros(3, dtype=torch.uint8)
+    seen: list[Copy] = []
+    copies = Copies()
+    copies.by(copy_all).append((target.data_ptr(), source.data_ptr(), 3))
+    copies.by(seen.extend).append((8, 16, 4))
+    copies.fetch()
+    assert seen == [(8, 16, 4)]
+    assert not target.any()
+    copies.make()
+    assert seen == [(8, 16, 4)]
     assert torch.equal(source, target)

@@ -200,6 +200,11 @@ class Handover:
             _withdraw(self._region, self._number, self._process)
         self._lent = ()
 
+    def give_back(self) -> None:
+        """Give back what peers lend, not what they packed."""
+        lent = [peer for peer, taken in self._taken.items() if taken.lends]
+        _give_back({peer: self._taken.pop(peer) for peer in lent}, self._process)
+
     def release(self) -> None:
         """Give the peers their memory back."""
         _give_back(self._borrowed, self._process)

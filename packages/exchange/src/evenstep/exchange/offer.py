@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple, TypeAlias, cast
 
@@ -113,7 +113,7 @@ class Agreement:
     @property
     def num_slots(self) -> int:
         """The largest number of slots that a rank offers."""
-        return max([len(report.slot_counts) for report in self.reports])
+        return len(self._spans)
 
     def first_slots(self, num_slots: int) -> "Agreement":
         """Return this agreement without the samples of later slots, on every rank alike."""
@@ -122,15 +122,10 @@ class Agreement:
         ]
         return replace(self, reports=tuple(reports))
 
-    @cached_property
+    @property
     def holders(self) -> Tensor:
-        """Rank and local index of each sample, by global index; int64 [samples, 2]."""
-        spans = array("q", chain.from_iterable(chain.from_iterable(self._spans)))
-        rank, start, end = int64_tensor(spans).view(-1, 3).unbind(1)
-        length = end - start
-        first = length.cumsum(0) - length  # the global index of each span's first sample
-        local = torch.arange(int(length.sum())) + (start - first).repeat_interleave(length)
-        return torch.stack([rank.repeat_interleave(length), local], dim=1)
+        """Rank and local index of each sample, by global index; int64 [samples, 2], read-only."""
+        return self._order.holders
 
     @cached_property
     def nbytes(self) -> Tensor:
@@ -158,16 +153,46 @@ class Agreement:
             rows += zip(*[costs] * width, strict=True)
         return rows
 
+    @property
+    def _spans(self) -> "list[list[_Span]]":
+        return self._order.spans
+
     @cached_property
-    def _spans(self) -> list[list[tuple[int, int, int]]]:
-        """By slot: the ranks with samples in it, and the first and the last local index, plus 1."""
-        spans: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_slots)]
-        for rank, report in enumerate(self.reports):
-            bounds = pairwise(accumulate(report.slot_counts, initial=0))
-            for of_slot, (start, end) in zip(spans, bounds, strict=False):
-                if end > start:
-                    of_slot.append((rank, start, end))
-        return spans
+    def _order(self) -> "_Order":
+        return _order_of(tuple([report.slot_counts for report in self.reports]))
+
+
+_Span: TypeAlias = tuple[int, int, int]
+"""A rank, and its first and its last local index, plus 1, in a slot."""
+
+
+class _Order(NamedTuple):
+    """The samples of a window in the order of their global indices.
+
+    Attributes:
+        spans: By slot, those of the ranks with samples in it.
+        holders: As `Agreement.holders`.
+    """
+
+    spans: list[list[_Span]]
+    holders: Tensor
+
+
+@lru_cache(4)
+def _order_of(slot_counts: tuple[tuple[int, ...], ...]) -> _Order:
+    """Return the order for the ranks' counts, which most often are those of the window before."""
+    spans: list[list[_Span]] = [[] for _ in range(max(map(len, slot_counts)))]
+    for rank, counts in enumerate(slot_counts):
+        bounds = pairwise(accumulate(counts, initial=0))
+        for of_slot, (start, end) in zip(spans, bounds, strict=False):
+            if end > start:
+                of_slot.append((rank, start, end))
+    flat = array("q", chain.from_iterable(chain.from_iterable(spans)))
+    ranks, starts, ends = int64_tensor(flat).view(-1, 3).unbind(1)
+    length = ends - starts
+    first = length.cumsum(0) - length  # the global index of each span's first sample
+    local = torch.arange(int(length.sum())) + (starts - first).repeat_interleave(length)
+    return _Order(spans, torch.stack([ranks.repeat_interleave(length), local]).T)
 
 
 def _cost_row(index: int, cost: Cost) -> tuple[float, ...]:

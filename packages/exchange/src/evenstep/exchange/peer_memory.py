@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from operator import itemgetter
 
-from evenstep.serialize import Copy
+from evenstep.serialize import Copy, in_pieces
 
 # What one call takes: IOV_MAX pieces of Linux, and a little less than 2 GiB of bytes.
 _MAX_PIECES = 1 << 10
@@ -46,7 +46,7 @@ def read_memory(process: int, copies: Sequence[Copy]) -> None:
     if _readv is None or sys.platform != "linux":
         raise OSError("this system has no process_vm_readv")
     if max(map(_NBYTES, copies), default=0) > _MAX_PIECE_BYTES:
-        copies = _in_pieces(copies)
+        copies = in_pieces(copies, _MAX_PIECE_BYTES)
     for start in range(0, len(copies), _MAX_PIECES):
         to, source, nbytes = zip(*copies[start : start + _MAX_PIECES], strict=True)
         here = _vectors(to, nbytes)
@@ -66,11 +66,3 @@ def _vectors(addresses: Sequence[int], nbytes: Sequence[int]) -> "array[int]":
     vectors[0::2] = array("Q", addresses)
     vectors[1::2] = array("Q", nbytes)
     return vectors
-
-
-def _in_pieces(copies: Sequence[Copy]) -> list[Copy]:
-    return [
-        (to + start, source + start, min(_MAX_PIECE_BYTES, nbytes - start))
-        for to, source, nbytes in copies
-        for start in range(0, nbytes, _MAX_PIECE_BYTES)
-    ]

@@ -173,7 +173,10 @@ class Transfer:
             ExchangeError: If peers are lost or late.
         """
         try:
-            yield self._arrivals(borrow=borrow)
+            arrivals = self._arrivals(borrow=borrow)
+            if not borrow:
+                self.give_back()
+            yield arrivals
         except BaseException as error:
             self.release()
             if part:  # the peers still come for this rank's samples, unless it is in a hurry
@@ -209,6 +212,13 @@ class Transfer:
         with contextlib.suppress(ExchangeError):
             self._payload.settle(self._patience)
         self._handover.settle(grace_s=grace_s)
+
+    def give_back(self) -> None:
+        """Tell the peers that this rank has copied what they lend, which they wait for.
+
+        Borrowed samples of theirs are void then. `release` does it too.
+        """
+        self._handover.give_back()
 
     def release(self) -> None:
         """Tell the peers that this rank needs their memory no more."""

@@ -3,7 +3,7 @@
 Nothing here communicates: `SampleExchange` executes what is planned here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, cast
 
@@ -149,18 +149,25 @@ class WindowBalancer(Generic[BatchT]):
                 [f"rank {arriving[i][0]}, sample {arriving[i][1].local_idx}" for i in members],
             )
 
-    def merge(self, arrivals: Sequence[Arrival], num_slots: int) -> list[BatchT]:
+    def merge(
+        self,
+        arrivals: Sequence[Arrival],
+        num_slots: int,
+        *,
+        fetched: Callable[[], None] | None = None,
+    ) -> list[BatchT]:
         """Join the samples of this rank to micro-batches, each in canonical order.
 
         Args:
             arrivals: By slot and canonical position.
             num_slots: Number of micro-batches.
+            fetched: Called, if that comes first, once what peers lend is copied.
         """
         slots: list[list[Any]] = [[] for _ in range(num_slots)]
         for arrival in arrivals:
             slots[arrival.dst_slot].append(arrival.sample)
         if cuts_as_declared(self.layout):
-            return cast("list[BatchT]", self.layout.merge_each(slots))
+            return cast("list[BatchT]", self.layout.merge_each(slots, fetched=fetched))
         return [self.layout.merge(flats) for flats in slots]
 
     @property

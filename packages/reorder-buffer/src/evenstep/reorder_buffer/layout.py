@@ -1,7 +1,7 @@
 """A declarative description of a micro-batch, by which it is cut into samples and joined again."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, cast
 
@@ -209,8 +209,18 @@ class BatchLayout:
         """
         return self.merge_each([flats])[0]
 
-    def merge_each(self, slots: Sequence[Sequence[Mapping[str, Leaf]]]) -> list[MicroBatch]:
-        """Return :meth:`merge` of each of several micro-batches, copying for all at the end."""
+    def merge_each(
+        self,
+        slots: Sequence[Sequence[Mapping[str, Leaf]]],
+        *,
+        fetched: Callable[[], None] | None = None,
+    ) -> list[MicroBatch]:
+        """Return :meth:`merge` of each of several micro-batches, copying for all at the end.
+
+        Args:
+            slots: The samples of each.
+            fetched: Called once nothing is needed any more that other processes lend.
+        """
         merged, copies = [], Copies()
         with torch.no_grad(), collection_paused():
             for flats in slots:
@@ -219,6 +229,9 @@ class BatchLayout:
                 if laid_out and len(laid_out) == len(flats):
                     joiner = FieldJoiner(laid_out, HOST_MEMORY.empty, copies)
                 merged.append(self._merged(flats, joiner))
+        if fetched is not None:
+            copies.fetch()
+            fetched()
         copies.make()
         return merged
 

@@ -107,7 +107,9 @@ class PreparedWindow(Generic[BatchT]):
                 arrivals = moving.enter_context(borrowed)
             self._residency.join(self._joined_nbytes)
             with self._clock.phase("merge"):
-                batches = self._balancer.merge(arrivals, self._num_slots)
+                batches = self._balancer.merge(
+                    arrivals, self._num_slots, fetched=self._transfer.give_back
+                )
         self.is_finished = True
         if part or not self._transfer.lends:
             self.part()

@@ -14,6 +14,7 @@ from evenstep.serialize.laid_out import (
     LaidOutSample,
     Part,
     copies_of_part,
+    in_pieces,
     is_laid_out,
     largest_memmove,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "dumps",
     "flatten_nested",
     "fold_values",
+    "in_pieces",
     "is_laid_out",
     "largest_memmove",
     "load",
