@@ -43,7 +43,7 @@ MicroBatch: TypeAlias = dict[str, object]
 SEED = 0
 LENGTH = 2048
 PATCH_FEATURES = 1176
-ROUNDS = 9
+ROUNDS = 21
 STREAMING = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
 FRAME_BYTES = 8 + 28  # length and header of a message
 COST = SampleCost(encoder_cost_weight=1.0, language_cost_weight=0.1)

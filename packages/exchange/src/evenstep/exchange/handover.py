@@ -202,8 +202,7 @@ class Handover:
 
     def give_back(self) -> None:
         """Give back what peers lend, not what they packed."""
-        lent = [peer for peer, taken in self._taken.items() if taken.lends]
-        _give_back({peer: self._taken.pop(peer) for peer in lent}, self._process)
+        _give_back(self._taken, self._process, packed=False)
 
     def release(self) -> None:
         """Give the peers their memory back."""
@@ -260,8 +259,9 @@ def _withdraw(region: Region, number: int, process: int) -> None:
         region.withdraw(number)
 
 
-def _give_back(taken: dict[int, _Taken], process: int) -> None:
+def _give_back(taken: dict[int, _Taken], process: int, *, packed: bool = True) -> None:
     """Tell the owners of what was taken that it is not read any more; a forked copy does not."""
-    while taken and os.getpid() == process:
-        _, one = taken.popitem()
-        one.region.done(one.number)
+    for peer, one in [*taken.items()]:
+        if os.getpid() == process and (packed or one.lends):
+            one.region.done(one.number)
+            del taken[peer]
