@@ -11,6 +11,7 @@ index. Rank 0 is the costliest, and a group sorted by rank is a group sorted by 
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heapreplace
+from itertools import chain
 
 from evenstep.balance.checks import checked_costs, checked_groups
 
@@ -34,8 +35,8 @@ def balanced_index_order(costs: Sequence[float], n_groups: int) -> list[int]:
     values = checked_costs(costs)
     size = checked_groups(len(values), n_groups)
     order = decreasing(values)
-    groups = deal([values[i] for i in order], n_groups, size, size)
-    return [order[rank] for group in groups for rank in group]
+    groups = deal(order, [values[i] for i in order], n_groups, size, size)
+    return [*chain.from_iterable(groups)]
 
 
 def decreasing(costs: Sequence[float]) -> list[int]:
@@ -48,35 +49,40 @@ def unranked(order: Sequence[int], groups: Iterable[Sequence[int]]) -> list[list
     return [[order[rank] for rank in group] for group in groups]
 
 
-def deal(falling: Sequence[float], n_groups: int, least: int, most: int) -> list[list[int]]:
-    """Deal out samples by longest processing time first.
+def deal(
+    items: Iterable[int], falling: Sequence[float], n_groups: int, least: int, most: int
+) -> list[list[int]]:
+    """Deal out items by longest processing time first.
 
-    A group is closed at `most` samples, and at `least` once the samples that remain are all needed
-    to bring the other groups to `least`.
+    A group is closed at `most` items, and at `least` once the items that remain are all needed to
+    bring the other groups to `least`.
 
     Args:
-        falling: Cost of every rank; `least * n_groups <= len(falling) <= most * n_groups`.
+        items: What is dealt.
+        falling: The cost of each; `least * n_groups <= len(falling) <= most * n_groups`.
         n_groups: Number of groups.
-        least: Fewest samples of a group.
-        most: Most samples of a group.
+        least: Fewest items of a group.
+        most: Most items of a group.
 
     Returns:
-        The ranks of each group, rising.
+        The items of each group, in their order.
     """
     groups: list[list[int]] = [[] for _ in range(n_groups)]
     open_groups = [(0.0, g) for g in range(n_groups)]  # a heap of (total cost, group)
-    spare = len(falling) - n_groups * least  # samples that no group needs to reach `least`
-    for rank, cost in enumerate(falling):
+    spare = len(falling) - n_groups * least  # items that no group needs to reach `least`
+    for item, cost in zip(items, falling, strict=True):
         load, g = open_groups[0]
         group = groups[g]
-        while len(group) >= least and not spare:
+        count = len(group)
+        while count >= least and not spare:
             heappop(open_groups)
             load, g = open_groups[0]
             group = groups[g]
-        if len(group) >= least:
+            count = len(group)
+        if count >= least:
             spare -= 1
-        group.append(rank)
-        if len(group) == most:
+        group.append(item)
+        if count + 1 == most:
             heappop(open_groups)
         else:
             heapreplace(open_groups, (load + cost, g))

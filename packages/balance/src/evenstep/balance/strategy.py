@@ -19,7 +19,7 @@ from evenstep.balance.across import (
 from evenstep.balance.bounds import max_load_bound
 from evenstep.balance.checks import checked_count
 from evenstep.balance.least_move import least_move_groups
-from evenstep.balance.order import deal, decreasing, unranked
+from evenstep.balance.order import deal, decreasing
 from evenstep.balance.refine import refined_groups
 from evenstep.balance.synchronize import Synchronize, check_synchronize
 
@@ -210,8 +210,8 @@ def lpt_groups(costs: Sequence[float], n_groups: int, first: int = 0) -> list[li
     """Return the groups of the contract's balanced order; samples are counted from `first`."""
     size = len(costs) // n_groups
     order = decreasing(costs)
-    groups = deal([costs[i] for i in order], n_groups, size, size)
-    return unranked([first + i for i in order], groups)
+    falling = [costs[i] for i in order]
+    return deal([first + i for i in order], falling, n_groups, size, size)
 
 
 def _max_load(costs: Sequence[float], groups: Sequence[Sequence[int]]) -> float:
