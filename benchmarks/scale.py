@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._report import Row, report, row
 from benchmarks.workloads import receipt_patches, receipts_samples
-from evenstep.balance import build_window_route
+from evenstep.balance import plan_route
 from evenstep.exchange import Agreement, Moves, Offer, collection_paused, plan_moves
 from evenstep.exchange.offer_wire import SchemaAnnouncer, SchemaTable
 from evenstep.exchange.schemas import check_same_schema
@@ -99,10 +99,10 @@ def share(received: list[memoryview]) -> tuple[Share, Moves]:
     )
     costs = [agreement.costs_of_slot(slot) for slot in range(agreement.num_slots)]
     tick()
-    route = build_window_route(costs, world_size, world_size)
+    route = plan_route(costs, world_size, world_size)
     tick()
     moves = plan_moves(
-        enumerate(route),
+        route,
         holders=agreement.holders,
         nbytes=agreement.nbytes,
         rank=RANK,

@@ -15,6 +15,7 @@ from evenstep.balance import (
     Strategy,
     assert_intra_no_cross_slot,
     build_window_route,
+    plan_route,
     plan_window,
 )
 
@@ -27,6 +28,16 @@ STRATEGIES: list[str | Strategy] = [
     LeastMove(scope="window"),
     LeastMove(scope="window", synchronize="step", ranks_per_node=2),
 ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_columns_hold_the_route(strategy: str | Strategy) -> None:
+    costs = window(3, 16)
+    columns = plan_route(costs, 4, 2, strategy=strategy)
+    route = build_window_route(costs, 4, 2, strategy=strategy)
+    assert columns.routes() == route
+    assert [*zip(*columns, strict=True)] == [tuple(entry) for entry in route]
+    assert [column.typecode for column in columns] == ["q", "q", "q"]
 
 
 def long_costs(n: int, seed: int) -> list[float]:

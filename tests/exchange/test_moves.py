@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evenstep.balance import Route
+from evenstep.balance import Route, RouteColumns, plan_route
 from evenstep.exchange import Moves, Placement, plan_moves
 
 
 def _moves(
-    deliveries: list[tuple[int, Route]],
+    deliveries: list[tuple[int, Route]] | RouteColumns,
     holders: list[tuple[int, int]],
     nbytes: list[int],
     world_size: int,
@@ -49,6 +49,25 @@ def test_an_empty_window_moves_nothing() -> None:
         assert moves.kept == ()
         assert moves.send_splits == moves.recv_splits == moves.shift_peaks == (0, 0, 0)
         assert moves.peak_total == 0
+
+
+@pytest.mark.parametrize("strategy", ["lpt", "least_move"])
+def test_columns_give_the_moves_of_their_routes(strategy: str) -> None:
+    rng = random.Random(0)
+    columns = plan_route(
+        [[rng.random() for _ in range(12)] for _ in range(2)], 4, 2, strategy=strategy
+    )
+    holders = [(j // 6, 6 * slot + j % 6) for slot in range(2) for j in range(12)]
+    nbytes = [8 * rng.randrange(9) for _ in holders]
+    assert _moves(columns, holders, nbytes, 2) == _moves(
+        [*enumerate(columns.routes())], holders, nbytes, 2
+    )
+
+
+def test_columns_of_another_window_are_refused() -> None:
+    for per_slot, said in ((2, "covers 2 samples of 4"), (6, "samples 0 to 5; there are 4")):
+        with pytest.raises(RuntimeError, match=said):
+            _moves(plan_route([[1.0] * per_slot], 2, 2), [(0, 0)] * 4, [8] * 4, 2)
 
 
 def test_a_sample_may_go_to_several_ranks() -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from evenstep.balance.order import balanced_index_order
 from evenstep.balance.route import (
     Route,
+    RouteColumns,
     assert_intra_no_cross_slot,
     balanced_assignment,
     intra_route,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from evenstep.balance.plan import GroupPlan, Sizes, plan_groups
     from evenstep.balance.strategy import LeastMove, Lpt, Refined, Strategy
     from evenstep.balance.synchronize import Synchronize
-    from evenstep.balance.window import WindowPlan, build_window_route, plan_window
+    from evenstep.balance.window import WindowPlan, build_window_route, plan_route, plan_window
 
 __all__ = [
     "Calibration",
@@ -50,6 +51,7 @@ __all__ = [
     "PhasePlan",
     "Refined",
     "Route",
+    "RouteColumns",
     "SequenceLoad",
     "Sizes",
     "Strategy",
@@ -68,6 +70,7 @@ __all__ = [
     "plan_groups",
     "plan_packing",
     "plan_phases",
+    "plan_route",
     "plan_window",
     "step_features",
     "transformer_cost",
@@ -103,6 +106,7 @@ _LOADED_ON_USE = {
     "Strategy": "evenstep.balance.strategy",
     "WindowPlan": "evenstep.balance.window",
     "build_window_route": "evenstep.balance.window",
+    "plan_route": "evenstep.balance.window",
     "plan_window": "evenstep.balance.window",
 }
 

@@ -35,8 +35,7 @@ def balanced_index_order(costs: Sequence[float], n_groups: int) -> list[int]:
     values = checked_costs(costs)
     size = checked_groups(len(values), n_groups)
     order = decreasing(values)
-    groups = deal(order, [values[i] for i in order], n_groups, size, size)
-    return [*chain.from_iterable(groups)]
+    return [*chain.from_iterable(deal_evenly(order, [values[i] for i in order], n_groups, size))]
 
 
 def decreasing(costs: Sequence[float]) -> list[int]:
@@ -49,40 +48,62 @@ def unranked(order: Sequence[int], groups: Iterable[Sequence[int]]) -> list[list
     return [[order[rank] for rank in group] for group in groups]
 
 
-def deal(
-    items: Iterable[int], falling: Sequence[float], n_groups: int, least: int, most: int
+def deal_evenly(
+    items: Iterable[int], falling: Sequence[float], n_groups: int, size: int
 ) -> list[list[int]]:
-    """Deal out items by longest processing time first.
-
-    A group is closed at `most` items, and at `least` once the items that remain are all needed to
-    bring the other groups to `least`.
+    """Deal out items by longest processing time first, equally many to each group.
 
     Args:
         items: What is dealt.
-        falling: The cost of each; `least * n_groups <= len(falling) <= most * n_groups`.
+        falling: The cost of each, `size * n_groups` of them.
         n_groups: Number of groups.
-        least: Fewest items of a group.
-        most: Most items of a group.
+        size: Items of a group.
 
     Returns:
         The items of each group, in their order.
     """
     groups: list[list[int]] = [[] for _ in range(n_groups)]
     open_groups = [(0.0, g) for g in range(n_groups)]  # a heap of (total cost, group)
-    spare = len(falling) - n_groups * least  # items that no group needs to reach `least`
     for item, cost in zip(items, falling, strict=True):
         load, g = open_groups[0]
         group = groups[g]
-        count = len(group)
-        while count >= least and not spare:
+        group.append(item)
+        if len(group) == size:
+            heappop(open_groups)
+        else:
+            heapreplace(open_groups, (load + cost, g))
+    return groups
+
+
+def deal(falling: Sequence[float], n_groups: int, least: int, most: int) -> list[list[int]]:
+    """Deal out samples by longest processing time first.
+
+    A group is closed at `most` samples, and at `least` once the samples that remain are all needed
+    to bring the other groups to `least`.
+
+    Args:
+        falling: Cost of every rank; `least * n_groups <= len(falling) <= most * n_groups`.
+        n_groups: Number of groups.
+        least: Fewest samples of a group.
+        most: Most samples of a group.
+
+    Returns:
+        The ranks of each group, rising.
+    """
+    groups: list[list[int]] = [[] for _ in range(n_groups)]
+    open_groups = [(0.0, g) for g in range(n_groups)]
+    spare = len(falling) - n_groups * least  # samples that no group needs to reach `least`
+    for rank, cost in enumerate(falling):
+        load, g = open_groups[0]
+        group = groups[g]
+        while len(group) >= least and not spare:
             heappop(open_groups)
             load, g = open_groups[0]
             group = groups[g]
-            count = len(group)
-        if count >= least:
+        if len(group) >= least:
             spare -= 1
-        group.append(item)
-        if count + 1 == most:
+        group.append(rank)
+        if len(group) == most:
             heappop(open_groups)
         else:
             heapreplace(open_groups, (load + cost, g))

@@ -1,6 +1,7 @@
 """Groups as a value that says what it achieves: loads, bound, gap, and what moves."""
 
 from collections.abc import Sequence
+from itertools import chain
 from math import fsum
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -116,15 +117,17 @@ def check_groups(
             f"the strategy returned groups of {sizes[:8]} samples ({len(sizes)} groups); it must "
             f"return {n_groups} groups of {least} to {most}"
         )
+    placed = [*chain.from_iterable(groups)]
+    if len(placed) == n_samples and {*placed} == {*range(n_samples)}:
+        return
     seen = bytearray(n_samples)
-    for group in groups:
-        for i in group:
-            if not 0 <= i < n_samples or seen[i]:
-                raise RuntimeError(
-                    f"the strategy placed sample {i} twice or beyond the {n_samples} samples; "
-                    "each must be placed exactly once"
-                )
-            seen[i] = 1
+    for i in placed:
+        if not 0 <= i < n_samples or seen[i]:
+            raise RuntimeError(
+                f"the strategy placed sample {i} twice or beyond the {n_samples} samples; each "
+                "must be placed exactly once"
+            )
+        seen[i] = 1
     # Counts that add up and no sample twice: none is missing either.
     assert sum(sizes) == n_samples
 

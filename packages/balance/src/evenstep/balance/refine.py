@@ -228,7 +228,7 @@ def refined_groups(
     order = decreasing(costs)
     falling = [costs[i] for i in order]
     target = max_load_bound(costs, n_groups, least) * (1 + tolerance)
-    start = deal(range(len(falling)), falling, n_groups, least, most)
+    start = deal(falling, n_groups, least, most)
     search = Refinement(falling, start, least=least, most=most, target=target)
     search.run()
     if max(search.loads) > target and least == most and len(costs) <= MAX_RESTART:

@@ -5,6 +5,7 @@ rank. Paired modules of different DP size plan on the same grid, so their routes
 canonical positions.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -28,6 +29,21 @@ class Route(NamedTuple):
 _NEW_ROUTE: Callable[[tuple[int, int, int]], Route] = partial(tuple.__new__, Route)
 
 
+class RouteColumns(NamedTuple):
+    """The routes of a window as columns, int64 (type code "q"), by window-global index.
+
+    Without an object for each sample, which for tens of thousands takes longer than planning.
+    """
+
+    dst_slot: "array[int]"
+    owner_rank: "array[int]"
+    canonical_pos: "array[int]"
+
+    def routes(self) -> list[Route]:
+        """Return one `Route` per window-global index."""
+        return [*map(_NEW_ROUTE, zip(*self, strict=True))]
+
+
 def balanced_assignment(
     costs: Sequence[float], n_groups: int, dp_size: int
 ) -> list[tuple[int, int]]:
@@ -47,7 +63,8 @@ def balanced_assignment(
     """
     order = balanced_index_order(costs, n_groups)
     checked_dp_size(n_groups, dp_size)
-    return [(r.owner_rank, r.canonical_pos) for r in slot_routes([order], dp_size)]
+    columns = route_columns([order], dp_size)
+    return [*zip(columns.owner_rank, columns.canonical_pos, strict=True)]
 
 
 def intra_route(assignment: Sequence[tuple[int, int]], *, src_slot: int = 0) -> list[Route]:
@@ -67,16 +84,13 @@ def intra_route(assignment: Sequence[tuple[int, int]], *, src_slot: int = 0) -> 
     return [Route(slot, owner, position) for owner, position in assignment]
 
 
-def slot_routes(orders: Sequence[Sequence[int]], dp_size: int) -> list[Route]:
-    """Return the route that lays sample `orders[s][p]` at canonical position `p` of slot `s`.
+def route_columns(orders: Sequence[Sequence[int]], dp_size: int) -> RouteColumns:
+    """Return the routes that lay sample `orders[s][p]` at canonical position `p` of slot `s`.
 
     Args:
         orders: Per slot, the window-global sample indices in canonical order; together a
             permutation, and of equal length.
         dp_size: DP size of the module; divides the length of an order.
-
-    Returns:
-        One `Route` per window-global sample index.
     """
     per_slot = len(orders[0]) if orders else 0
     owners = [rank for rank in range(dp_size) for _ in range(per_slot // dp_size)]
@@ -85,9 +99,8 @@ def slot_routes(orders: Sequence[Sequence[int]], dp_size: int) -> list[Route]:
     for slot, order in enumerate(orders):
         for position, sample in zip(positions, order, strict=True):
             slot_of[sample], position_of[sample] = slot, position
-    # The tuples are made in the order in which they will be read: 2**16 of them do not fit a cache.
-    fields = zip(slot_of, map(owners.__getitem__, position_of), position_of, strict=True)
-    return [*map(_NEW_ROUTE, fields)]
+    owner_of = [*map(owners.__getitem__, position_of)]
+    return RouteColumns(array("q", slot_of), array("q", owner_of), array("q", position_of))
 
 
 def assert_intra_no_cross_slot(route: Sequence[tuple[int, int, int]], b_global: int) -> None:

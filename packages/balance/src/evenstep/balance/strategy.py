@@ -19,7 +19,7 @@ from evenstep.balance.across import (
 from evenstep.balance.bounds import max_load_bound
 from evenstep.balance.checks import checked_count
 from evenstep.balance.least_move import least_move_groups
-from evenstep.balance.order import deal, decreasing
+from evenstep.balance.order import deal_evenly, decreasing
 from evenstep.balance.refine import refined_groups
 from evenstep.balance.synchronize import Synchronize, check_synchronize
 
@@ -211,7 +211,7 @@ def lpt_groups(costs: Sequence[float], n_groups: int, first: int = 0) -> list[li
     size = len(costs) // n_groups
     order = decreasing(costs)
     falling = [costs[i] for i in order]
-    return deal([first + i for i in order], falling, n_groups, size, size)
+    return deal_evenly([first + i for i in order], falling, n_groups, size)
 
 
 def _max_load(costs: Sequence[float], groups: Sequence[Sequence[int]]) -> float:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from evenstep.balance.bounds import max_load_bound
 from evenstep.balance.checks import checked_dp_size, checked_groups, checked_window
 from evenstep.balance.plan import check_groups, relative_gap
-from evenstep.balance.route import Route, slot_routes
+from evenstep.balance.route import Route, RouteColumns, route_columns
 from evenstep.balance.strategy import Scope, Strategy, StrategyName, resolve
 from evenstep.balance.synchronize import Synchronize
 
@@ -58,6 +58,28 @@ def build_window_route(
             or one of its settings is unknown.
         RuntimeError: A strategy of the caller's own returned groups that are none.
     """
+    return plan_route(costs_per_slot, n_groups, dp_size, strategy=strategy).routes()
+
+
+def plan_route(
+    costs_per_slot: Sequence[Sequence[float]],
+    n_groups: int,
+    dp_size: int,
+    *,
+    strategy: StrategyName | str | Strategy = "lpt",
+) -> RouteColumns:
+    """Plan a window as `build_window_route` does, and return its routes as columns.
+
+    Args:
+        costs_per_slot: Cost per sample of every slot, by slot-local position.
+        n_groups: Groups of the canonical grid.
+        dp_size: DP size of this module.
+        strategy: Name or object of the strategy.
+
+    Raises:
+        ValueError: As `build_window_route`.
+        RuntimeError: As `build_window_route`.
+    """
     slots = checked_window(costs_per_slot)
     return _route(slots, n_groups, dp_size, resolve(strategy))
 
@@ -83,7 +105,7 @@ def plan_window(
     """
     slots = checked_window(costs_per_slot)
     chosen = resolve(strategy)
-    route = _route(slots, n_groups, dp_size, chosen)
+    route = _route(slots, n_groups, dp_size, chosen).routes()
     members: list[list[list[float]]] = [[[] for _ in range(dp_size)] for _ in slots]
     moved: list[float] = []
     costs = chain.from_iterable(slots)
@@ -107,14 +129,14 @@ def plan_window(
 
 def _route(
     slots: Sequence[Sequence[float]], n_groups: int, dp_size: int, strategy: Strategy
-) -> list[Route]:
+) -> RouteColumns:
     per_slot = len(slots[0]) if slots else 0
     size = checked_groups(per_slot, n_groups)
     checked_dp_size(n_groups, dp_size)
     arranged = strategy.window(slots, n_groups)
     groups = [group for slot in arranged for group in slot]
     check_groups(groups, len(slots) * per_slot, len(slots) * n_groups, size, size)
-    return slot_routes([list(chain.from_iterable(slot)) for slot in arranged], dp_size)
+    return route_columns([list(chain.from_iterable(slot)) for slot in arranged], dp_size)
 
 
 def _synced(loads: Sequence[Sequence[float]], synchronize: Synchronize) -> float:

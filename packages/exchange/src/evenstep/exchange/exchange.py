@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from evenstep.balance import Route
+from evenstep.balance import Route, RouteColumns
 from evenstep.exchange.errors import ExchangeStoppedError, MismatchError
 from evenstep.exchange.garbage import collection_paused
 from evenstep.exchange.moves import DIGEST_BYTES, Placement, plan_moves
@@ -24,8 +24,11 @@ from evenstep.exchange.transfer import Transfer
 from evenstep.exchange.waiting import Patience
 from evenstep.serialize import SampleLayout, fold_values, sample_layout
 
-Plan: TypeAlias = Callable[[Agreement], Iterable[tuple[int, Route]]]
-"""From what all ranks know, the same deliveries on every rank: (global index, route)."""
+Plan: TypeAlias = Callable[[Agreement], Iterable[tuple[int, Route]] | RouteColumns]
+"""From what all ranks know, the same deliveries on every rank: (global index, route).
+
+Or the routes of all samples, each delivered once, as columns.
+"""
 
 Check: TypeAlias = Callable[[Sequence[tuple[int, Placement]], Sequence[SampleLayout]], None]
 """Raises unless the samples that will be on this rank fit together.

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from evenstep.balance import Route
+from evenstep.balance import Route, RouteColumns
 from evenstep.exchange.garbage import collection_paused
 
 DIGEST_BYTES = 8
@@ -72,7 +72,7 @@ class Moves:
 
 @collection_paused()
 def plan_moves(
-    deliveries: Iterable[tuple[int, Route]],
+    deliveries: Iterable[tuple[int, Route]] | RouteColumns,
     *,
     holders: Tensor,
     nbytes: Tensor,
@@ -86,7 +86,7 @@ def plan_moves(
 
     Args:
         deliveries: Global index and route of each sample. A sample may go to several ranks, but
-            only once to each.
+            only once to each. Or the routes of all samples, each delivered once, as columns.
         holders: int64 [samples, 2], rank and local index of each sample, by global index.
         nbytes: int64 [samples], serialized bytes of each sample, by global index.
         rank: This rank in the group.
@@ -98,9 +98,7 @@ def plan_moves(
             routed to a rank that does not exist.
     """
     # The columns of all samples of the window are tensors; only this rank's become tuples.
-    indices, routes = tuple(zip(*deliveries, strict=True)) or ((), ())
-    routed = tuple(zip(*routes, strict=True)) or ((), (), ())
-    table = [array("q", column) for column in (indices, *routed)]
+    table = _table(deliveries)
     index, slot, owner, position = map(int64_tensor, table)
     if table[0] != _counted(len(holders)):  # not each sample once, in order
         _check_coverage(index, owner, len(holders), world_size)
@@ -178,6 +176,15 @@ class _Pairs(NamedTuple):
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self.world_size, dtype=torch.int64)
+
+
+def _table(deliveries: Iterable[tuple[int, Route]] | RouteColumns) -> "list[array[int]]":
+    """Return the columns of deliveries: global index, slot, owner, canonical position."""
+    if isinstance(deliveries, RouteColumns):
+        return [_counted(len(deliveries.dst_slot)), *deliveries]
+    indices, routes = tuple(zip(*deliveries, strict=True)) or ((), ())
+    routed = tuple(zip(*routes, strict=True)) or ((), (), ())
+    return [array("q", column) for column in (indices, *routed)]
 
 
 @lru_cache(4)

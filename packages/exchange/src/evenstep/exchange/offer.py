@@ -130,10 +130,9 @@ class Agreement:
     @cached_property
     def nbytes(self) -> Tensor:
         """Serialized bytes of each sample, by global index; int64 [samples]."""
-        nbytes = array("q")
-        for slot in self._spans:
-            for rank, start, end in slot:
-                nbytes += self.reports[rank].nbytes[start:end]
+        nbytes, of_rank = array("q"), [report.nbytes for report in self.reports]
+        for rank, start, end in chain.from_iterable(self._spans):
+            nbytes += of_rank[rank][start:end]
         return int64_tensor(nbytes)
 
     def costs_of_slot(self, slot: int) -> list[float]:

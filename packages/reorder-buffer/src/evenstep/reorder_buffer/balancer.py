@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, cast
 
-from evenstep.balance import Route, Strategy, build_window_route
+from evenstep.balance import RouteColumns, Strategy, plan_route
 from evenstep.exchange import Agreement, Arrival, Offer, Placement
 from evenstep.reorder_buffer.agreement import check_agreement, check_schemas
 from evenstep.reorder_buffer.common_values import check_common_values, note_of
@@ -57,7 +57,7 @@ class WindowBalancer(Generic[BatchT]):
             )
         if not callable(self.cost_of):
             raise ValueError(f"cost_of is {self.cost_of!r}; it must be a function of a flat sample")
-        build_window_route([], self.n_groups, self.dp_size, strategy=self.strategy)  # checks it
+        plan_route([], self.n_groups, self.dp_size, strategy=self.strategy)  # checks it
 
     def offer(self, batches: Sequence[BatchT], *, exhausted: bool = False) -> Offer:
         """Cut this rank's micro-batches and compute the costs.
@@ -94,7 +94,7 @@ class WindowBalancer(Generic[BatchT]):
             note=note,
         )
 
-    def route(self, agreement: Agreement) -> list[Route]:
+    def route(self, agreement: Agreement) -> RouteColumns:
         """Return the route of every sample by global index; the same on every rank.
 
         Raises:
@@ -115,7 +115,7 @@ class WindowBalancer(Generic[BatchT]):
                 agreement.num_slots,
                 across_slots=getattr(self.strategy, "scope", "slot") == "window",
             )
-        return build_window_route(
+        return plan_route(
             self.costs(agreement), self.n_groups, self.dp_size, strategy=self.strategy
         )
 

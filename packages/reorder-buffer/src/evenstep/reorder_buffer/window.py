@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Generic, Literal, TypeAlias
 
-from evenstep.balance import Route
+from evenstep.balance import RouteColumns
 from evenstep.exchange import (
     SETTLE_S,
     Agreement,
@@ -175,17 +175,19 @@ class WindowPipeline(Generic[BatchT]):
         stats: PlanStats | None = None
         packing = ExitStack()  # from the plan until what it brings is checked
 
-        def plan(agreement: Agreement) -> "enumerate[Route]":
+        def plan(agreement: Agreement) -> RouteColumns:
             nonlocal stats
-            route = self.balancer.route(agreement)
+            columns = self.balancer.route(agreement)
             if self._observer.wants(number):
-                stats = plan_stats(self.balancer.costs(agreement), route, self.balancer.dp_size)
+                costs, route = self.balancer.costs(agreement), columns.routes()
+                stats = plan_stats(costs, route, self.balancer.dp_size)
             if self._paired.is_due(number):
-                self._paired.compare_window(number, self.balancer.costs(agreement), route)
+                costs, route = self.balancer.costs(agreement), columns.routes()
+                self._paired.compare_window(number, costs, route)
             if last:
                 self._paired.compare_end(number + 1)
             packing.enter_context(clock.phase("pack"))
-            return enumerate(route)
+            return columns
 
         def check(
             arriving: Sequence[tuple[int, Placement]], layouts: Sequence[SampleLayout]
