@@ -26,7 +26,7 @@ from evenstep.exchange import (
 from evenstep.exchange.handover import Handover
 from evenstep.exchange.node import VARIABLE, Node, _is_readable_in_place, _shown
 from evenstep.exchange.peer_memory import read_memory
-from evenstep.exchange.shared_region import Handle
+from evenstep.exchange.shared_region import Handle, MappedRegion
 from evenstep.serialize import LaidOutSample, sample_layout
 from tests.exchange.samples import agreed, exchange_over_world, round_robin
 from tests.harness import RankPools, spawn
@@ -252,6 +252,22 @@ def test_what_was_lent_is_given_back_before_what_was_packed() -> None:
             ]
         reader.release()
         assert lender._region.is_free
+
+
+def test_a_signal_s_handler_may_release_while_samples_are_given_back() -> None:
+    ranks = _ranks()
+    ranks.take(1)
+    lender, reader = ranks.handovers
+    done = MappedRegion.done
+
+    def interrupted(region: MappedRegion, number: int) -> None:
+        done(region, number)
+        with mock.patch.object(MappedRegion, "done", done):
+            reader.release()
+
+    with mock.patch.object(MappedRegion, "done", interrupted):
+        reader.give_back()
+    lender.wait(Patience(timeout_s=20.0))
 
 
 def test_a_reader_that_is_dropped_is_done() -> None:

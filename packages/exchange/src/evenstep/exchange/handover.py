@@ -261,7 +261,8 @@ def _withdraw(region: Region, number: int, process: int) -> None:
 
 def _give_back(taken: dict[int, _Taken], process: int, *, packed: bool = True) -> None:
     """Tell the owners of what was taken that it is not read any more; a forked copy does not."""
-    for peer, one in [*taken.items()]:
-        if os.getpid() == process and (packed or one.lends):
+    for peer in [*taken]:
+        one = taken.get(peer)  # None if a signal's handler has given it back meanwhile
+        if one is not None and os.getpid() == process and (packed or one.lends):
             one.region.done(one.number)
-            del taken[peer]
+            taken.pop(peer, None)

@@ -125,7 +125,7 @@ def copies_of_part(to: int, part: Part, field: PlacedField) -> list[Copy]:
 
 
 def copy_all(copies: Sequence[Copy]) -> None:
-    """Copy bytes between addresses."""
+    """Copy bytes between addresses; what is copied to is not copied from."""
     # At C speed, which for small fields is most of the time; in between, other threads may run.
     for start in range(0, len(copies), _HELD_COPIES):
         some = copies[start : start + _HELD_COPIES]
