@@ -53,6 +53,8 @@ def deal_evenly(
 ) -> list[list[int]]:
     """Deal out items by longest processing time first, equally many to each group.
 
+    As `deal` does with one size, without what only a choice of sizes needs.
+
     Args:
         items: What is dealt.
         falling: The cost of each, `size * n_groups` of them.
@@ -91,7 +93,7 @@ def deal(falling: Sequence[float], n_groups: int, least: int, most: int) -> list
         The ranks of each group, rising.
     """
     groups: list[list[int]] = [[] for _ in range(n_groups)]
-    open_groups = [(0.0, g) for g in range(n_groups)]
+    open_groups = [(0.0, g) for g in range(n_groups)]  # a heap of (total cost, group)
     spare = len(falling) - n_groups * least  # samples that no group needs to reach `least`
     for rank, cost in enumerate(falling):
         load, g = open_groups[0]

@@ -120,6 +120,7 @@ def check_groups(
     placed = [*chain.from_iterable(groups)]
     if len(placed) == n_samples and {*placed} == {*range(n_samples)}:
         return
+    # Slower; it names the sample, and takes whatever serves as an index.
     seen = bytearray(n_samples)
     for i in placed:
         if not 0 <= i < n_samples or seen[i]:

@@ -178,12 +178,13 @@ class WindowPipeline(Generic[BatchT]):
         def plan(agreement: Agreement) -> RouteColumns:
             nonlocal stats
             columns = self.balancer.route(agreement)
-            if self._observer.wants(number):
+            is_observed, is_compared = self._observer.wants(number), self._paired.is_due(number)
+            if is_observed or is_compared:
                 costs, route = self.balancer.costs(agreement), columns.routes()
-                stats = plan_stats(costs, route, self.balancer.dp_size)
-            if self._paired.is_due(number):
-                costs, route = self.balancer.costs(agreement), columns.routes()
-                self._paired.compare_window(number, costs, route)
+                if is_observed:
+                    stats = plan_stats(costs, route, self.balancer.dp_size)
+                if is_compared:
+                    self._paired.compare_window(number, costs, route)
             if last:
                 self._paired.compare_end(number + 1)
             packing.enter_context(clock.phase("pack"))
