@@ -122,12 +122,13 @@ def unpacking_of(case: str, samples: list[Sample]) -> Iterator[Row]:
     layouts = [sample_layout(flat) for flat in samples]
     offsets = list(accumulate([layout.nbytes for layout in layouts], initial=0))
     buffer = pack_samples(samples, layouts=layouts)
+    fields_from = [sum(map(len, samples[i : i + BATCH])) for i in range(len(samples))]
 
-    def line(how: str, unpack: Callable[[int], object]) -> Row:
+    def line(how: str, unpack: Callable[[int], object], target: float | None = 3.0) -> Row:
         starts = range(0, len(samples), BATCH)
         times = [seconds(lambda: unpack(i)) for _ in range(ROUNDS) for i in starts]  # noqa: B023 - called at once
         per_field = statistics.median(times) * len(starts) / sum(map(len, samples))
-        return row("unpack per field", case + how, per_field * 1e6, target=3.0, unit="us")
+        return row("unpack per field", case + how, per_field * 1e6, target=target, unit="us")
 
     def together(first: int) -> None:
         unpack_samples(buffer, layouts[first : first + BATCH], offsets[first])
@@ -136,8 +137,14 @@ def unpacking_of(case: str, samples: list[Sample]) -> Iterator[Row]:
         for i in range(first, first + BATCH):
             unpack_sample(buffer, layouts[i], offsets[i])
 
+    def operator_alone(first: int) -> None:
+        base = buffer.view(torch.int64)
+        _views = [base.as_strided((1, 2), (2, 1), i) for i in range(fields_from[first])]
+
     yield line("", together)
     yield line(", one by one", one_by_one)
+    # What the machine takes today for as many views of nothing in particular.
+    yield line(", as_strided alone", operator_alone, target=None)
 
 
 def round_trips() -> dict[str, RoundTrip]:

@@ -420,7 +420,6 @@ def test_tensors_that_a_mapping_makes_live_until_they_are_packed() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])  # of Python: a large copy is cut where it is one
 def test_small_and_large_copies_all_arrive(num_threads: int) -> None:
-    # More than are copied without a pause.
     sizes = [1, 1 << 16, (1 << 16) + 1, 0, 448 << 10, (448 << 10) + 1, 1 << 20] * 10
     source = torch.randint(256, (sum(sizes),), dtype=torch.uint8)
     target = torch.zeros_like(source)

@@ -155,14 +155,21 @@ def test_unpacked_tensors_are_views_of_the_buffer() -> None:
     assert back["b"].tolist() == [[-1, -1], [-1, -1]]
 
 
+@pytest.mark.parametrize("behind", [0, 3])
 @pytest.mark.parametrize("shift", range(9))
-def test_a_sample_may_start_anywhere(shift: int) -> None:
-    flat: TensorSample = {"a": torch.arange(3.0, dtype=torch.float64), "b": torch.tensor(7)}
+def test_a_sample_may_start_anywhere(shift: int, behind: int) -> None:
+    flat: TensorSample = {
+        "a": torch.arange(3.0, dtype=torch.float64),
+        "b": torch.tensor(7),
+        "c": torch.tensor([True, False, True]),
+    }
     layout = sample_layout(flat)
     packed = pack_samples([flat])
-    buffer = torch.cat([torch.zeros(shift, dtype=torch.uint8), packed, packed])
+    before, after = torch.zeros(shift, dtype=torch.uint8), torch.zeros(behind, dtype=torch.uint8)
+    buffer = torch.cat([before, packed, packed, after])
     assert same(unpack_sample(buffer, layout, shift), flat)
     assert same(unpack_sample(buffer[shift:], layout), flat)
+    assert same(unpack_samples(buffer, [layout, layout], shift), [flat, flat])
 
 
 def test_packing_leaves_no_trace_of_autograd() -> None:
@@ -259,6 +266,10 @@ def test_a_layout_of_another_sample_is_refused() -> None:
         ({"x": torch.zeros(3)}, "sample 0 has other keys than its layout"),
         ({"x": torch.zeros(3), "n": torch.zeros(1)}, "sample 0 has other keys"),
         ({"x": torch.zeros(3), "n": None, "y": None}, "sample 0 has other keys"),
+        ({"x": torch.zeros(3), "m": None}, "sample 0 has other keys"),
+        ({"x": torch.zeros(3), "y": torch.zeros(3)}, "sample 0 has other keys"),
+        ({"x": torch.zeros(3).to_sparse(), "n": None}, "field 'x' is a sparse tensor"),
+        ({"x": torch.zeros(0), "n": None}, r"torch.float32 \[0\]"),
     ]
     for flat, message in cases:
         with pytest.raises(ValueError, match=message):

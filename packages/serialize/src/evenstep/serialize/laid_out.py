@@ -40,11 +40,9 @@ _LARGE_NBYTES = 1 << 20
 
 # ctypes.memmove lets other threads run. For a small copy that costs more than the copy, and if
 # another thread does run Python, it costs a switch interval, 5 ms, to get the interpreter back.
+# Small copies are slices of this, all memory there may be, which is a call of ctypes less as well.
 _HELD_NBYTES = 1 << 16
-_HELD_COPIES = 64
-_memmove_held = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
-)
+_MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
 
 # On AMD glibc copies with `rep movsb` up to the size of the second-level cache, 512 KiB on many,
 # and with a loop of vectors above, which takes a twentieth longer. Where the variable says that it
@@ -126,16 +124,17 @@ def copies_of_part(to: int, part: Part, field: PlacedField) -> list[Copy]:
 
 def copy_all(copies: Sequence[Copy]) -> None:
     """Copy bytes between addresses; what is copied to is not copied from."""
-    # At C speed, which for small fields is most of the time; in between, other threads may run.
-    for start in range(0, len(copies), _HELD_COPIES):
-        some = copies[start : start + _HELD_COPIES]
-        small = [copy for copy in some if copy[2] <= _HELD_NBYTES]
-        deque(starmap(_memmove_held, small), 0)
-        if len(small) < len(some):
-            large = [copy for copy in some if copy[2] > _HELD_NBYTES]
-            if threading.active_count() == 1 and not _STREAMS:  # each piece lets other threads run
-                large = in_pieces(large, _PIECE_NBYTES)
-            deque(starmap(ctypes.memmove, large), 0)
+    memory = _MEMORY
+    large = []
+    for copy in copies:
+        to, source, nbytes = copy
+        if nbytes <= _HELD_NBYTES:
+            memory[to : to + nbytes] = memory[source : source + nbytes]
+        else:
+            large.append(copy)
+    if threading.active_count() == 1 and not _STREAMS:  # each piece lets other threads run
+        large = in_pieces(large, _PIECE_NBYTES)
+    deque(starmap(ctypes.memmove, large), 0)
 
 
 def in_pieces(copies: Sequence[Copy], most_nbytes: int) -> list[Copy]:

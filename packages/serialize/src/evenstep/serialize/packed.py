@@ -186,4 +186,4 @@ def pack(samples: Iterable[NestedSample], *, out: Tensor | None = None) -> Packe
         if out.numel() < manifest.nbytes:
             raise ValueError(f"out has {out.numel()} bytes, the samples take {manifest.nbytes}")
         out = out[: manifest.nbytes]
-    return PackedSamples(manifest, pack_samples(flats, layouts=manifest.layouts, out=out))
+    return PackedSamples(manifest, pack_samples(flats, out=out))

@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from evenstep.serialize.laid_out import (
 from evenstep.serialize.layout import is_supported, meta_refusal, refusal, sample_layout
 from evenstep.serialize.limits import MAX_NBYTES, MAX_NDIM
 from evenstep.serialize.placement import place_fields
-from evenstep.serialize.schema import SampleLayout, sorted_keys
+from evenstep.serialize.schema import SampleLayout, SampleSchema, sorted_keys
 
 # Complex tensors may be conjugate views, and floating-point ones views of the imaginary part of
 # these, negated: then they are not what their memory says.
@@ -74,14 +74,15 @@ def pack_samples(
     fields = _fields_on(device, out)
     # One after the other, so that a sample's tensors are read while they are in the cache.
     for index, flat in enumerate(flats):
-        if layouts is not None:
-            _check_layout(index, flat, layouts[index])
+        layout = None if layouts is None else layouts[index]
         if isinstance(fields, _FieldsOfHost) and is_laid_out(flat) and flat.is_cpu:
+            if layout is not None:
+                _check_layout(index, flat, layout)
             fields.add_parts(flat)
         else:
             # Not by its layout, which takes longer to look up.
-            keys = sorted_keys(tuple(flat)) if layouts is None else layouts[index].schema.keys
-            fields.add(keys, flat if type(flat) is dict else dict(flat))
+            keys = sorted_keys(tuple(flat)) if layout is None else layout.schema.keys
+            fields.add(keys, flat if type(flat) is dict else dict(flat), layout, index)
     if out is None:
         out = torch.empty(fields.nbytes, dtype=torch.uint8, device=device)
     elif out.numel() != fields.nbytes:
@@ -113,11 +114,15 @@ def _check_layout(index: int, flat: Mapping[str, Tensor | None], layout: SampleL
                 f"sample {index}, field {key!r} is {describe(tensor)}, its layout has a tensor "
                 f"of {dtype} {list(shape)}; take the sample_layout of this very sample"
             )
-    none_keys = layout.schema.none_keys
-    if len(flat) != len(layout.placed) + len(none_keys) or any(
-        flat.get(key) is not None for key in none_keys
-    ):
+    if not _has_keys(flat, layout.schema):
         raise ValueError(f"sample {index} has other keys than its layout: {list(flat)}")
+
+
+def _has_keys(flat: Mapping[str, object], schema: SampleSchema) -> bool:
+    """Tell whether a sample that has the tensors of a schema has its ``None`` and no more."""
+    return len(flat) == len(schema.places) and all(
+        flat.get(key, key) is None for key in schema.none_keys
+    )
 
 
 def _check_kind(out: Tensor) -> None:
@@ -175,35 +180,57 @@ class _FieldsOfHost:
         self._held: list[object] = []  # what was added: it may have been made when asked for
         self._limit = largest_memmove()
 
-    def add(self, keys: Sequence[str], sample: Mapping[str, object]) -> None:
-        """Add the tensors of a sample, in the order of ``keys``."""
+    def add(
+        self,
+        keys: Sequence[str],
+        sample: Mapping[str, Tensor | None],
+        layout: SampleLayout | None = None,
+        index: int = 0,
+    ) -> None:
+        """Add the tensors of a sample, in the order of ``keys``.
+
+        Args:
+            keys: Those of ``layout``, if one is given.
+            sample: The sample; a ``dict`` is looked up in fastest.
+            layout: What it must be like.
+            index: Its number, for the message if it is not.
+        """
         first = place = self._start + self.nbytes
-        limit, copies, strided = self._limit, self._copies, torch.strided
+        limit, copies = self._limit, self._copies
         self._held.append(sample)
-        for key in keys:
-            tensor = sample[key]
-            if (
-                type(tensor) is Tensor
-                and not tensor.is_nested
-                and tensor.layout is strided
-                and (source := tensor.data_ptr())  # 0 if it is empty, or zeros of autograd
-                and (nbytes := tensor.nbytes) <= limit
-                and tensor.ndim <= MAX_NDIM
-                and tensor.is_cpu
-                and tensor.is_contiguous()
-                and (
-                    (dtype := tensor.dtype) in _NEVER_LAZY
-                    or (dtype in _MAYBE_NEGATIVE and not tensor.is_neg())
-                )
-            ):
-                if nbytes % ALIGNMENT:
-                    self._pad(place, nbytes)
-                copies.append((place, source, nbytes))
-                place += nbytes + -nbytes % ALIGNMENT
-            elif tensor is not None:
+        expected = repeat(None) if layout is None else layout.placed
+        for key, field in zip(keys, expected, strict=False):
+            try:
+                tensor = sample[key]
+                if (
+                    type(tensor) is Tensor
+                    and not tensor.is_nested
+                    and (source := tensor.data_ptr())  # 0 if it is empty, or zeros of autograd
+                    and (nbytes := tensor.nbytes) <= limit
+                    and tensor.ndim <= MAX_NDIM
+                    and tensor.is_cpu
+                    and tensor.is_contiguous()
+                    and (
+                        (dtype := tensor.dtype) in _NEVER_LAZY
+                        or (dtype in _MAYBE_NEGATIVE and not tensor.is_neg())
+                    )
+                    and (field is None or (dtype is field.dtype and tensor.shape == field.shape))
+                ):
+                    if nbytes % ALIGNMENT:
+                        self._pad(place, nbytes)
+                    copies.append((place, source, nbytes))
+                    place += nbytes + -nbytes % ALIGNMENT
+                    continue
+            except (KeyError, RuntimeError):  # no such field, or no address: both refused below
+                tensor = sample.get(key)
+            if layout is not None:
+                _check_layout(index, sample, layout)
+            if tensor is not None:
                 place += self._add_odd(key, place, tensor)
+        if layout is not None and not _has_keys(sample, layout.schema):
+            _check_layout(index, sample, layout)
         if place - first > MAX_NBYTES:
-            sample_layout(cast("Mapping[str, Tensor | None]", sample))  # says at which field
+            sample_layout(sample)  # says at which field
         self.nbytes += place - first
 
     def _pad(self, place: int, nbytes: int) -> None:
@@ -286,8 +313,16 @@ class _FieldsOfDevice:
         self._padding = torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
         self._pieces: list[Tensor] = []
 
-    def add(self, keys: Sequence[str], sample: Mapping[str, object]) -> None:
-        """Add the tensors of a sample, in the order of ``keys``."""
+    def add(
+        self,
+        keys: Sequence[str],
+        sample: Mapping[str, Tensor | None],
+        layout: SampleLayout | None = None,
+        index: int = 0,
+    ) -> None:
+        """Add the tensors of a sample, as :meth:`_FieldsOfHost.add` does."""
+        if layout is not None:
+            _check_layout(index, sample, layout)
         for key in keys:
             value = sample[key]
             if value is None:

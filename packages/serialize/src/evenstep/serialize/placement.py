@@ -18,18 +18,18 @@ class PlacedField(NamedTuple):
         dtype: A supported dtype.
         shape: The sizes.
         strides: Those of a contiguous tensor of this shape, in elements.
-        first: The first element, counted in elements of ``dtype`` from the sample's start.
         offset: The first byte, counted from the sample's start.
         nbytes: Bytes without padding.
+        shift: By how many bits a count of bytes is shifted to count elements of ``dtype``.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    first: int
     offset: int
     nbytes: int
+    shift: int
 
 
 def place_fields(
@@ -60,7 +60,8 @@ def place_fields(
         if span * itemsize > MAX_NBYTES:
             raise ValueError(f"field {key!r} of shape {tuple(shape)} exceeds {MAX_NBYTES} bytes")
         nbytes = 0 if 0 in shape else span * itemsize
-        placed.append(PlacedField(key, dtype, shared, strides, end // itemsize, end, nbytes))
+        shift = itemsize.bit_length() - 1
+        placed.append(PlacedField(key, dtype, shared, strides, end, nbytes, shift))
         end += nbytes + -nbytes % ALIGNMENT
         if end > MAX_NBYTES:
             raise ValueError(f"sample exceeds {MAX_NBYTES} bytes at field {key!r}")

@@ -1,6 +1,6 @@
 """Views of a buffer as the tensors of samples, without a copy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def unpack_sample(buffer: Tensor, layout: SampleLayout, offset: int = 0) -> Tens
         DecodeError: If the buffer ends before the sample does.
         ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
     """
-    return FieldViews(sample_region(buffer, layout.nbytes, offset)).sample(layout)
+    return _field_views(buffer, layout.nbytes, offset).sample(layout)
 
 
 def unpack_samples(
@@ -47,7 +47,7 @@ def unpack_samples(
         ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
     """
     nbytes = sum([layout.nbytes for layout in layouts])
-    views = FieldViews(sample_region(buffer, nbytes, offset))
+    views = _field_views(buffer, nbytes, offset)
     samples = []
     start = 0
     for layout in layouts:
@@ -68,6 +68,22 @@ def sample_region(buffer: Tensor, nbytes: int, offset: int) -> Tensor:
         DecodeError: If the buffer ends before the samples do.
         ValueError: If ``buffer`` is not of that kind, or ``offset`` is negative.
     """
+    _check_bounds(buffer, nbytes, offset)
+    region = buffer[offset : offset + nbytes]
+    if region.storage_offset() % ALIGNMENT or region.data_ptr() % ALIGNMENT:
+        region = region.clone()
+    return region
+
+
+def _field_views(buffer: Tensor, nbytes: int, offset: int) -> "FieldViews":
+    """Return what makes the views of :func:`sample_region`, of the whole buffer if it can."""
+    _check_bounds(buffer, nbytes, offset)
+    if (buffer.numel() | buffer.storage_offset() | buffer.data_ptr() | offset) % ALIGNMENT:
+        return FieldViews(sample_region(buffer, nbytes, offset))
+    return FieldViews(buffer, offset)
+
+
+def _check_bounds(buffer: Tensor, nbytes: int, offset: int) -> None:
     if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
         raise ValueError(f"buffer is {describe(buffer)}; it must be a contiguous 1-D uint8 tensor")
     if offset < 0:
@@ -76,25 +92,26 @@ def sample_region(buffer: Tensor, nbytes: int, offset: int) -> Tensor:
         raise DecodeError(
             f"buffer of {buffer.numel()} bytes ends before the {nbytes} bytes at byte {offset} do"
         )
-    region = buffer[offset : offset + nbytes]
-    if region.storage_offset() % ALIGNMENT or region.data_ptr() % ALIGNMENT:
-        region = region.clone()
-    return region
 
 
 class FieldViews:
     """Makes views of one region; each dtype's view of the whole region is made once.
 
     Args:
-        region: From :func:`sample_region`.
+        region: As from :func:`sample_region`: its address, place in its storage and size are
+            multiples of ``ALIGNMENT``.
+        start: Where the samples start in it, such a multiple too.
     """
 
-    __slots__ = ("_region", "_start", "_typed")
+    __slots__ = ("_makers", "_origin", "_region", "_start")
 
-    def __init__(self, region: Tensor) -> None:
+    def __init__(self, region: Tensor, start: int = 0) -> None:
         self._region = region
-        self._start = region.storage_offset()
-        self._typed: dict[torch.dtype, Tensor] = {}
+        self._start = start
+        self._origin = region.storage_offset() + start  # which is where as_strided counts from
+        # By dtype, `as_strided` of the region's view: one operator, where slicing and viewing
+        # are three.
+        self._makers: dict[torch.dtype, Callable[..., Tensor]] = {}
 
     @property
     def is_cpu(self) -> bool:
@@ -103,28 +120,29 @@ class FieldViews:
 
     @property
     def address(self) -> int:
-        """Where the region is now; its storage may move, as into shared memory."""
-        return self._region.data_ptr()
+        """Where the samples are now; the region's storage may move, as into shared memory."""
+        return self._region.data_ptr() + self._start
 
     def sample(self, layout: SampleLayout, start: int = 0) -> TensorSample:
-        """Return the tensors and ``None`` values of a sample ``start`` bytes into the region."""
+        """Return the tensors and ``None`` values of a sample ``start`` bytes from the first."""
         # As `tensor` does, without a call for each.
         flat: TensorSample = {}
-        typed, origin = self._typed, self._start + start
-        for key, dtype, shape, strides, first, _, _ in layout.placed:
-            base = typed.get(dtype)
-            if base is None:
-                base = typed[dtype] = self._region.view(dtype)
-            flat[key] = base.as_strided(shape, strides, origin // dtype.itemsize + first)
+        makers, origin = self._makers, self._origin + start
+        for key, dtype, shape, strides, offset, _, shift in layout.placed:
+            make = makers[dtype] if dtype in makers else self._maker(dtype)
+            flat[key] = make(shape, strides, (origin + offset) >> shift)
         for key in layout.schema.none_keys:
             flat[key] = None
         return flat
 
     def tensor(self, field: PlacedField, start: int = 0) -> Tensor:
-        """Return one tensor of a sample ``start`` bytes into the region, a multiple of 8."""
-        _, dtype, shape, strides, first, _, _ = field
-        base = self._typed.get(dtype)
-        if base is None:
-            base = self._typed[dtype] = self._region.view(dtype)
-        # One operator, where slicing and viewing are three. It counts from the storage's start.
-        return base.as_strided(shape, strides, (self._start + start) // dtype.itemsize + first)
+        """Return one tensor of a sample ``start`` bytes from the first, a multiple of 8."""
+        _, dtype, shape, strides, offset, _, shift = field
+        make = self._makers.get(dtype) or self._maker(dtype)
+        return make(shape, strides, (self._origin + start + offset) >> shift)
+
+    def _maker(self, dtype: torch.dtype) -> Callable[..., Tensor]:
+        """Return what makes views of a dtype that has none yet."""
+        make: Callable[..., Tensor] = self._region.view(dtype).as_strided
+        self._makers[dtype] = make
+        return make
