@@ -1,6 +1,8 @@
 """Plans as moves: pure, for all ranks at once."""
 
 import random
+from array import array
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +44,44 @@ def test_two_ranks_swap_a_sample_and_keep_one() -> None:
     assert first.shift_peaks == second.shift_peaks == (0, 40)
     assert first.peak_total == second.peak_total == 40
     assert first.digest == second.digest
+
+
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
+def test_large_windows_are_planned_as_small_ones_are(hosts: list[int] | None) -> None:
+    columns = plan_route([[float(i % 7) for i in range(24)] for _ in range(30)], 3, 3)
+    holders = torch.tensor([[j // 8, 8 * slot + j % 8] for slot in range(30) for j in range(24)])
+    nbytes = 8 * torch.arange(len(holders))
+
+    def plan(rank: int, columns: RouteColumns = columns) -> Moves:
+        return plan_moves(
+            columns, holders=holders, nbytes=nbytes, rank=rank, world_size=3, hosts=hosts
+        )
+
+    by_operators = [plan(rank) for rank in range(3)]
+    broken = columns._replace(owner_rank=array("q", [3, *columns.owner_rank[1:]]))
+    with pytest.raises(RuntimeError, match="owner ranks 0 to 3 in a group of 3"):
+        plan(0, broken)
+    with mock.patch("evenstep.exchange.moves._FEW", len(holders)):
+        assert [plan(rank) for rank in range(3)] == by_operators
+        with pytest.raises(RuntimeError, match="owner ranks 0 to 3 in a group of 3"):
+            plan(0, broken)
+
+
+def test_the_digest_tells_plans_sizes_and_holders_apart() -> None:
+    route = [*enumerate([Route(0, 0, 0), Route(0, 1, 1)])]
+    there, back = [(0, 0), (1, 0)], [(1, 0), (0, 0)]
+    other = [*enumerate([Route(0, 1, 0), Route(0, 0, 1)])]
+    digests = [
+        _moves(*of, 2)[0].digest
+        for of in (
+            (route, there, [8, 16]),
+            (route, back, [8, 16]),
+            (route, there, [16, 8]),
+            (other, there, [8, 16]),
+        )
+    ]
+    assert len({*digests}) == 4
+    assert {len(digest) for digest in digests} == {8}
 
 
 def test_an_empty_window_moves_nothing() -> None:

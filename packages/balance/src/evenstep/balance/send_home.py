@@ -54,9 +54,11 @@ def _way_home(placement: Placement, i: int, limit: float, most: int) -> Exchange
         costs, away, samples = placement.subsets(home, size)
         native = not any(away)
         for total, gone, given in zip(*placement.subsets(here, size), strict=True):
-            # What does not leave for its home leaves it: a subset saves `2 * away - cost` at most.
-            most_saved = 2 * gone - total
-            if i not in given or (native and most_saved <= saved):
+            # What does not leave for its home leaves it, so a subset saves `2 * away - cost` at
+            # most, less what comes for it, which is all at home: `cost - room` or more.
+            if native and 2 * gone - (total if total < room else 2 * total - room) <= saved:
+                continue
+            if i not in given:
                 continue
             first, end = bisect_left(costs, total - room), bisect_right(costs, total + spare)
             if first == end:

@@ -3,9 +3,9 @@
 import ctypes
 import hashlib
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 import torch
@@ -16,6 +16,9 @@ from evenstep.exchange.garbage import collection_paused
 
 DIGEST_BYTES = 8
 """Length of `Moves.digest`."""
+
+# Up to so many values Python looks through a column before an operator of torch has begun.
+_FEW = 512
 
 
 class Placement(NamedTuple):
@@ -30,10 +33,6 @@ class Placement(NamedTuple):
     dst_slot: int
     canonical_pos: int
     local_idx: int
-
-
-# `Placement(...)` in C, as there is one for each sample.
-_NEW_PLACEMENT: Callable[[tuple[int, ...]], Placement] = partial(tuple.__new__, Placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,24 +96,22 @@ def plan_moves(
         RuntimeError: If the plan is broken: a sample is left out, delivered twice to a rank, or
             routed to a rank that does not exist.
     """
-    # The columns of all samples of the window are tensors; only this rank's become tuples.
-    table = _table(deliveries)
-    index, slot, owner, position = map(int64_tensor, table)
-    if table[0] != _counted(len(holders)):  # not each sample once, in order
-        _check_coverage(index, owner, len(holders), world_size)
-        holders, nbytes = holders[index], nbytes[index]
+    # The samples of the window stay in columns; only this rank's become tuples.
+    index, slot, owner, position = table = _table(deliveries)
+    if index is not (each := _counted(len(holders))) and index != each:
+        delivered = int64_tensor(index)
+        _check_coverage(delivered, int64_tensor(owner), len(holders), world_size)
+        holders, nbytes = holders[delivered], nbytes[delivered]
     _check_owners(owner, world_size)
-    holder, local = holders.unbind(1)
+    held, sizes = int64_array(holders.T), int64_array(nbytes)
+    holder, local = held[: len(sizes)], held[len(sizes) :]
     kept: list[Placement] = []
     sends: list[list[Placement]] = [[] for _ in range(world_size)]
     receives: list[list[Placement]] = [[] for _ in range(world_size)]
     send_splits, recv_splits = [0] * world_size, [0] * world_size
-    mine = ((holder == rank) | (owner == rank)).nonzero().view(-1)
-    columns = torch.stack([holder, owner, nbytes, slot, position, local])[:, mine]
-    sources, owners, counts, *placed = columns.tolist()
-    for source, to, count, place in zip(
-        sources, owners, counts, map(_NEW_PLACEMENT, zip(*placed, strict=True)), strict=True
-    ):
+    for at in {*_places(holder, rank), *_places(owner, rank)}:
+        source, to, count = holder[at], owner[at], sizes[at]
+        place = Placement(slot[at], position[at], local[at])
         if source == to:
             kept.append(place)
         elif source == rank:
@@ -124,12 +121,14 @@ def plan_moves(
             receives[source].append(place)
             recv_splits[source] += count
     hosts = hosts or range(world_size)
-    none = torch.empty(0, dtype=torch.int64)
-    remote = _Pairs(none, none, none, world_size)
+    shift_peaks, peak_total = (0,) * world_size, 0
     if len({*hosts}) > 1:
-        host = torch.tensor(hosts)
-        apart = (host[holder] != host[owner]).nonzero().view(-1)
-        remote = _Pairs.of((holder * world_size + owner)[apart], nbytes[apart], world_size)
+        host, sender, receiver = torch.tensor(hosts), int64_tensor(holder), int64_tensor(owner)
+        apart = (host[sender] != host[receiver]).nonzero().view(-1)
+        if len(apart):
+            pair = (sender * world_size + receiver)[apart]
+            remote = _Pairs.of(pair, nbytes[apart], world_size)
+            shift_peaks, peak_total = remote.shift_peaks(), remote.peak_total()
     return Moves(
         kept=tuple(sorted(kept)),
         sends=tuple([tuple(sorted(places)) for places in sends]),
@@ -137,9 +136,9 @@ def plan_moves(
         send_splits=tuple(send_splits),
         recv_splits=tuple(recv_splits),
         shared=tuple([host == hosts[rank] and peer != rank for peer, host in enumerate(hosts)]),
-        shift_peaks=remote.shift_peaks(),
-        peak_total=remote.peak_total(),
-        digest=_digest(table, holders, nbytes),
+        shift_peaks=shift_peaks,
+        peak_total=peak_total,
+        digest=_digest([*table, held, sizes]),
     )
 
 
@@ -160,15 +159,11 @@ class _Pairs(NamedTuple):
 
     def shift_peaks(self) -> tuple[int, ...]:
         """Return the most bytes of a pair at each distance."""
-        if not len(self.nbytes):
-            return (0,) * self.world_size
         shift = (self.receiver - self.sender) % self.world_size
         return tuple(self._zeros().scatter_reduce_(0, shift, self.nbytes, "amax").tolist())
 
     def peak_total(self) -> int:
         """Return the most bytes of a rank in one direction."""
-        if not len(self.nbytes):
-            return 0
         sent, received = (
             self._zeros().index_add_(0, side, self.nbytes) for side in (self.sender, self.receiver)
         )
@@ -197,10 +192,27 @@ def int64_tensor(values: "array[int]") -> Tensor:
     return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0).long()
 
 
-def _check_owners(owner: Tensor, world_size: int) -> None:
-    if not len(owner):
+def int64_array(values: Tensor) -> "array[int]":
+    """Return a copy of a host tensor as an array of type "q"."""
+    values = values.long().contiguous()
+    copied = array("q")
+    copied.frombytes(ctypes.string_at(values.data_ptr(), values.nbytes))
+    return copied
+
+
+def _places(column: "array[int]", value: int) -> list[int]:
+    """Return where a column has a value."""
+    if len(column) > _FEW:
+        found: list[int] = (int64_tensor(column) == value).nonzero().view(-1).tolist()
+        return found
+    return [at for at, other in enumerate(column) if other == value]
+
+
+def _check_owners(owner: "array[int]", world_size: int) -> None:
+    if not owner:
         return
-    first, last = map(int, owner.aminmax())
+    bounds = int64_tensor(owner).aminmax() if len(owner) > _FEW else (min(owner), max(owner))
+    first, last = map(int, bounds)
     if not 0 <= first <= last < world_size:
         raise RuntimeError(
             f"the plan names owner ranks {first} to {last} in a group of {world_size}"
@@ -223,11 +235,9 @@ def _check_coverage(index: Tensor, owner: Tensor, num_samples: int, world_size: 
         raise RuntimeError("the plan delivers a sample twice to one rank")
 
 
-def _digest(table: "Sequence[array[int]]", holders: Tensor, nbytes: Tensor) -> bytes:
-    """Return a digest of who holds what, how large it is, and where it goes."""
-    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for values in table:
-        digest.update(values)
-    for column in (holders.contiguous(), nbytes.contiguous()):
-        digest.update(ctypes.string_at(column.data_ptr(), column.nbytes))
-    return digest.digest()
+def _digest(columns: "Iterable[array[int]]") -> bytes:
+    """Return a digest of where each sample goes, who holds it, and how large it is."""
+    digest = hashlib.sha256()  # for which processors have instructions
+    for column in columns:
+        digest.update(column)
+    return digest.digest()[:DIGEST_BYTES]

@@ -242,7 +242,8 @@ class Transfer:
         """Yield the samples that came, source by source."""
         shared = self.moves.shared
         far = [layouts for source, layouts in self._layouts.items() if not shared[source]]
-        yield from PackedSamples(Manifest(tuple(chain.from_iterable(far))), received)
+        if far:
+            yield from PackedSamples(Manifest(tuple(chain.from_iterable(far))), received)
         for source in self._sources:
             if shared[source]:
                 yield from self._handover.samples_from(source, borrow=borrow)
