@@ -1,5 +1,7 @@
 """Many samples in one buffer behind a manifest."""
 
+import copy
+import pickle
 import zlib
 
 import pytest
@@ -33,6 +35,17 @@ def test_samples_come_back_as_they_were(samples: list[NestedSample]) -> None:
     packed = received(pack(samples))
     assert len(packed) == len(samples)
     assert same([sample.nested() for sample in packed], samples)
+
+
+def test_a_copy_of_packed_samples_has_bytes_of_its_own() -> None:
+    samples = pack([{"a": torch.zeros(3), "b": torch.ones(2, dtype=torch.int64)}])
+    assert samples[0]["a"] is not None  # views have been made
+    for other in (copy.deepcopy(samples), pickle.loads(pickle.dumps(samples))):
+        view = other[0]["a"]
+        assert view is not None
+        view.fill_(7.0)
+        assert same(dict(samples[0]), {"a": torch.zeros(3), "b": torch.ones(2).long()})
+        assert same(dict(other[0]), {"a": torch.full((3,), 7.0), "b": torch.ones(2).long()})
 
 
 def test_the_manifest_writes_the_schema_once_and_sizes_as_small_integers() -> None:

@@ -1,6 +1,6 @@
 """Views of a buffer as the tensors of samples, without a copy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -103,15 +103,13 @@ class FieldViews:
         start: Where the samples start in it, such a multiple too.
     """
 
-    __slots__ = ("_makers", "_origin", "_region", "_start")
+    __slots__ = ("_origin", "_region", "_start", "_typed")
 
     def __init__(self, region: Tensor, start: int = 0) -> None:
         self._region = region
         self._start = start
         self._origin = region.storage_offset() + start  # which is where as_strided counts from
-        # By dtype, `as_strided` of the region's view: one operator, where slicing and viewing
-        # are three.
-        self._makers: dict[torch.dtype, Callable[..., Tensor]] = {}
+        self._typed: dict[torch.dtype, Tensor] = {}
 
     @property
     def is_cpu(self) -> bool:
@@ -127,10 +125,10 @@ class FieldViews:
         """Return the tensors and ``None`` values of a sample ``start`` bytes from the first."""
         # As `tensor` does, without a call for each.
         flat: TensorSample = {}
-        makers, origin = self._makers, self._origin + start
+        typed, origin = self._typed, self._origin + start
         for key, dtype, shape, strides, offset, _, shift in layout.placed:
-            make = makers[dtype] if dtype in makers else self._maker(dtype)
-            flat[key] = make(shape, strides, (origin + offset) >> shift)
+            base = typed[dtype] if dtype in typed else self._view(dtype)
+            flat[key] = base.as_strided(shape, strides, (origin + offset) >> shift)
         for key in layout.schema.none_keys:
             flat[key] = None
         return flat
@@ -138,11 +136,11 @@ class FieldViews:
     def tensor(self, field: PlacedField, start: int = 0) -> Tensor:
         """Return one tensor of a sample ``start`` bytes from the first, a multiple of 8."""
         _, dtype, shape, strides, offset, _, shift = field
-        make = self._makers.get(dtype) or self._maker(dtype)
-        return make(shape, strides, (self._origin + start + offset) >> shift)
+        base = self._typed[dtype] if dtype in self._typed else self._view(dtype)
+        # One operator, where slicing and viewing are three.
+        return base.as_strided(shape, strides, (self._origin + start + offset) >> shift)
 
-    def _maker(self, dtype: torch.dtype) -> Callable[..., Tensor]:
-        """Return what makes views of a dtype that has none yet."""
-        make: Callable[..., Tensor] = self._region.view(dtype).as_strided
-        self._makers[dtype] = make
-        return make
+    def _view(self, dtype: torch.dtype) -> Tensor:
+        """Return the region as elements of a dtype that it has not been viewed as yet."""
+        self._typed[dtype] = view = self._region.view(dtype)
+        return view
