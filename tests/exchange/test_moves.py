@@ -67,6 +67,29 @@ def test_large_windows_are_planned_as_small_ones_are(hosts: list[int] | None) ->
             plan(0, broken)
 
 
+@pytest.mark.parametrize("name", ["dst_slot", "owner_rank", "canonical_pos"])
+@pytest.mark.parametrize("change", [1, -1])
+def test_columns_of_unequal_length_are_refused(name: str, change: int) -> None:
+    columns = plan_route([[1.0] * 4], 2, 2)
+    column = getattr(columns, name)
+    broken = columns._replace(**{name: (column + column)[: len(column) + change]})
+    with pytest.raises(RuntimeError, match=r"columns have \[.*\] entries"):
+        _moves(broken, [(0, 0), (0, 1), (1, 0), (1, 1)], [8] * 4, 2)
+
+
+@pytest.mark.parametrize(("held", "sizes"), [((3, 2), 4), ((4, 2), 3), ((4, 3), 4), ((4,), 4)])
+def test_holders_and_sizes_of_other_shapes_are_refused(held: tuple[int, ...], sizes: int) -> None:
+    columns = plan_route([[1.0] * 4], 2, 2)
+    with pytest.raises(ValueError, match=r"holders is \[.*\] and nbytes"):
+        plan_moves(
+            columns,
+            holders=torch.zeros(held, dtype=torch.int64),
+            nbytes=torch.zeros(sizes, dtype=torch.int64),
+            rank=0,
+            world_size=2,
+        )
+
+
 def test_the_digest_tells_plans_sizes_and_holders_apart() -> None:
     route = [*enumerate([Route(0, 0, 0), Route(0, 1, 1)])]
     there, back = [(0, 0), (1, 0)], [(1, 0), (0, 0)]

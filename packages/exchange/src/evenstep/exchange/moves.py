@@ -94,10 +94,20 @@ def plan_moves(
 
     Raises:
         RuntimeError: If the plan is broken: a sample is left out, delivered twice to a rank, or
-            routed to a rank that does not exist.
+            routed to a rank that does not exist, or columns differ in length.
+        ValueError: If `holders` and `nbytes` are not of those shapes.
     """
+    if nbytes.ndim != 1 or holders.shape != (len(nbytes), 2):
+        raise ValueError(
+            f"holders is {[*holders.shape]} and nbytes {[*nbytes.shape]}; give rank and local "
+            "index, and the bytes, of each sample"
+        )
     # The samples of the window stay in columns; only this rank's become tuples.
     index, slot, owner, position = table = _table(deliveries)
+    if len({*map(len, table)}) > 1:
+        raise RuntimeError(
+            f"the plan's columns have {[*map(len, table)]} entries; give each as many"
+        )
     if index is not (each := _counted(len(holders))) and index != each:
         delivered = int64_tensor(index)
         _check_coverage(delivered, int64_tensor(owner), len(holders), world_size)
