@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.balance import Route, RouteColumns, plan_route
-from evenstep.exchange import Moves, Placement, plan_moves
+from evenstep.exchange import Moves, Patience, PayloadGroup, Placement, plan_moves
+from evenstep.exchange.payload import Payload
 
 
 def _moves(
@@ -91,20 +92,41 @@ def test_holders_and_sizes_of_other_shapes_are_refused(held: tuple[int, ...], si
 
 
 def test_the_digest_tells_plans_sizes_and_holders_apart() -> None:
-    route = [*enumerate([Route(0, 0, 0), Route(0, 1, 1)])]
-    there, back = [(0, 0), (1, 0)], [(1, 0), (0, 0)]
-    other = [*enumerate([Route(0, 1, 0), Route(0, 0, 1)])]
+    route = [(0, Route(0, 0, 0)), (1, Route(0, 1, 1))]
+    there, sizes = [(0, 0), (1, 0)], [8, 16]
     digests = [
         _moves(*of, 2)[0].digest
         for of in (
-            (route, there, [8, 16]),
-            (route, back, [8, 16]),
+            (route, there, sizes),
+            (route, [(1, 0), (0, 0)], sizes),
+            (route, [(0, 0), (1, 1)], sizes),  # another local index
             (route, there, [16, 8]),
-            (other, there, [8, 16]),
+            ([(0, Route(0, 1, 0)), (1, Route(0, 0, 1))], there, sizes),
+            ([(0, Route(0, 0, 0)), (1, Route(1, 1, 1))], there, sizes),  # another slot
+            ([(0, Route(0, 0, 0)), (1, Route(0, 1, 2))], there, sizes),  # another position
+            ([(1, Route(0, 0, 0)), (0, Route(0, 1, 1))], there[::-1], sizes[::-1]),  # another index
         )
     ]
-    assert len({*digests}) == 4
+    assert len({*digests}) == len(digests)
     assert {len(digest) for digest in digests} == {8}
+
+
+def test_one_sample_over_the_network_counts() -> None:
+    moves = plan_moves(
+        [*enumerate([Route(0, 0, 0), Route(0, 1, 1), Route(0, 0, 2)])],
+        holders=torch.tensor([[0, 1], [1, 0], [1, 1]], dtype=torch.int32),
+        nbytes=torch.tensor([8, 16, 24], dtype=torch.int32),
+        rank=0,
+        world_size=2,
+    )
+    assert (moves.kept, moves.receives[1]) == ((Placement(0, 0, 1),), (Placement(0, 2, 1),))
+    assert (moves.recv_splits, moves.shift_peaks, moves.peak_total) == ((0, 24), (0, 24), 24)
+
+
+def test_what_stays_is_in_order_of_place() -> None:
+    route = [Route(0, 0, 2), Route(0, 0, 0), Route(0, 0, 1)]
+    (moves,) = _moves([*enumerate(route)], [(0, 0), (0, 1), (0, 2)], [8, 8, 8], 1)
+    assert moves.kept == (Placement(0, 0, 1), Placement(0, 1, 2), Placement(0, 2, 0))
 
 
 def test_an_empty_window_moves_nothing() -> None:
@@ -202,3 +224,12 @@ def test_the_digest_sees_routes_sizes_and_holders() -> None:
     assert _moves(moved, [(0, 0), (1, 0)], [8, 8], 2)[0].digest != base
     assert _moves(deliveries, [(0, 0), (1, 0)], [8, 16], 2)[0].digest != base
     assert _moves(deliveries, [(0, 0), (0, 1)], [8, 8], 2)[0].digest != base
+
+
+def test_nothing_arrives_where_the_samples_are() -> None:
+    group, device = PayloadGroup(None), torch.device("meta")
+    group.device = device
+    (_, moves) = _moves([(0, Route(0, 1, 0))], [(0, 0)], [0], 2)
+    payload = Payload(group, [], [], moves, device=device)
+    payload.launch()
+    assert payload.wait(Patience()).device == device

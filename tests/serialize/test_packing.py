@@ -1,7 +1,7 @@
 """Samples into one buffer and back as views."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -276,6 +276,42 @@ def test_a_layout_of_another_sample_is_refused() -> None:
             pack_samples([flat], layouts=[layout])
     with pytest.raises(ValueError, match="1 layouts for 2 samples; give one for each"):
         pack_samples([{}, {}], layouts=[layout])
+
+
+def test_a_layout_is_compared_with_its_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat: TensorSample = {str(i): torch.empty(0) for i in range(50)}
+    compared: list[int] = []
+
+    def compare(index: int, *_: object) -> None:
+        compared.append(index)
+
+    monkeypatch.setattr("evenstep.serialize.packing._check_layout", compare)
+    pack_samples([flat, flat], layouts=[sample_layout(flat)] * 2)
+    assert compared == [0, 1]
+
+
+class Forgetful(dict[str, Tensor]):
+    """Names a field that it does not have."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*super().__iter__(), "gone"])
+
+    def keys(self) -> Any:
+        return [*self]
+
+
+def test_a_field_that_is_named_and_missing_is_not_left_out() -> None:
+    with pytest.raises(KeyError, match="gone"):
+        pack_samples([Forgetful(x=torch.zeros(3))])
+
+
+def test_an_offset_may_be_a_number_of_few_bits() -> None:
+    buffer = torch.arange(32, dtype=torch.uint8)
+    layout = sample_layout({"x": torch.zeros(2)})
+    assert same(
+        unpack_sample(buffer, layout, torch.tensor(8, dtype=torch.int8)),  # type: ignore[arg-type]
+        {"x": buffer[8:16].view(torch.float32)},
+    )
 
 
 def test_a_buffer_that_does_not_fit_is_refused() -> None:

@@ -137,7 +137,7 @@ def plan_moves(
         apart = (host[sender] != host[receiver]).nonzero().view(-1)
         if len(apart):
             pair = (sender * world_size + receiver)[apart]
-            remote = _Pairs.of(pair, nbytes[apart], world_size)
+            remote = _Pairs.of(pair, int64_tensor(sizes)[apart], world_size)
             shift_peaks, peak_total = remote.shift_peaks(), remote.peak_total()
     return Moves(
         kept=tuple(sorted(kept)),

@@ -11,8 +11,6 @@ from evenstep.exchange.payload_group import PayloadGroup
 from evenstep.exchange.waiting import Patience
 from evenstep.serialize import SampleLayout, pack_samples
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
 
 class Payload:
     """The samples that leave this rank over the network, as bytes, and room for those that come.
@@ -41,7 +39,7 @@ class Payload:
         self._pinned = device != group.device
         self._samples = samples  # a side stream may still read them when the caller drops them
         self._works: list[dist.Work] = []
-        self._sent = self._received = _NOTHING
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=device)
         group.check_usable()
         if not moves.peak_total:  # nothing for any rank
             return
@@ -61,7 +59,7 @@ class Payload:
         On CUDA, the current stream waits for them, not the calling thread. Call it once.
         """
         if not self._works:
-            return _NOTHING
+            return self._received
         self._group.finish(self._works, patience)
         with self._group.on_stream():  # a copy waits for the samples, not for what is computed
             received = self._on(self._received, self._device)
@@ -69,7 +67,7 @@ class Payload:
             # It may come from the other stream's memory, and the current one is about to use it.
             received.record_stream(torch.cuda.current_stream())
         self._samples, self._works = (), []
-        self._sent = self._received = _NOTHING
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8)
         return received
 
     def settle(self, patience: Patience) -> None:

@@ -222,9 +222,10 @@ class _FieldsOfHost:
                     place += nbytes + -nbytes % ALIGNMENT
                     continue
             except (KeyError, RuntimeError):  # no such field, or no address: both refused below
-                tensor = sample.get(key)
+                tensor = sample[key] if layout is None else sample.get(key)
             if layout is not None:
                 _check_layout(index, sample, layout)
+                layout = None  # that is enough for all of the sample
             if tensor is not None:
                 place += self._add_odd(key, place, tensor)
         if layout is not None and not _has_keys(sample, layout.schema):

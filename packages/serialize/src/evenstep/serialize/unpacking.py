@@ -1,6 +1,7 @@
 """Views of a buffer as the tensors of samples, without a copy."""
 
 from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -78,9 +79,10 @@ def sample_region(buffer: Tensor, nbytes: int, offset: int) -> Tensor:
 def _field_views(buffer: Tensor, nbytes: int, offset: int) -> "FieldViews":
     """Return what makes the views of :func:`sample_region`, of the whole buffer if it can."""
     _check_bounds(buffer, nbytes, offset)
-    if (buffer.numel() | buffer.storage_offset() | buffer.data_ptr() | offset) % ALIGNMENT:
-        return FieldViews(sample_region(buffer, nbytes, offset))
-    return FieldViews(buffer, offset)
+    start = index(offset)
+    if (buffer.numel() | buffer.storage_offset() | buffer.data_ptr() | start) % ALIGNMENT:
+        return FieldViews(sample_region(buffer, nbytes, start))
+    return FieldViews(buffer, start)
 
 
 def _check_bounds(buffer: Tensor, nbytes: int, offset: int) -> None:
