@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evenstep.balance.placement import CROSSING, MAX_SUBSETS, Exchange, Placement
-from evenstep.balance.send_home import send_home
+from evenstep.balance.send_home import _way_home, send_home
 
 COSTS = [10.0, 1.0, 7.0, 4.0]
 HOMES = [1, 0, 0, 1]
@@ -78,3 +78,77 @@ def test_no_exchange_is_left_that_saves(costs: list[int], order: list[int]) -> N
                 trial = Placement(values, placement.homes, found, None)
                 trial.apply(Exchange(one, (given_one,), other, (given_other,)))
                 assert max(trial.loads) > limit or trial.price() >= placement.price()
+
+
+def best_way_home(placement: Placement, i: int, limit: float, most: int) -> float:
+    """Return what the best exchange of the smallest size that saves, with sample `i`, saves."""
+    here, home = placement.group_of[i], placement.homes[i]
+    groups = [[j for _, j in members] for members in placement.members]
+    for size in range(1, most + 1):
+        savings = [0.0]
+        for given_here in combinations(groups[here], size):
+            for given_home in combinations(groups[home], size):
+                trial = Placement(
+                    placement.costs, placement.homes, groups, placement.groups_per_node
+                )
+                trial.apply(Exchange(here, given_here, home, given_home))
+                if i in given_here and max(trial.loads[here], trial.loads[home]) <= limit:
+                    savings.append(placement.price() - trial.price())
+        if max(savings) > 0:
+            return max(savings)
+    return 0.0
+
+
+@pytest.mark.parametrize("groups_per_node", [3, 2])
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=12, max_size=12),
+    st.permutations(range(12)),
+    st.integers(0, 9),
+)
+def test_the_best_way_home_is_found(
+    groups_per_node: int, costs: list[int], order: list[int], slack: int
+) -> None:
+    groups = [order[0:4], order[4:8], order[8:12]]
+    homes = [i // 4 for i in range(12)]
+    placement = Placement([float(cost) for cost in costs], homes, groups, groups_per_node)
+    limit = max(placement.loads) + slack + 1e-3  # by which sums that round are not above it
+    for i in order:
+        if placement.group_of[i] == homes[i]:
+            continue
+        expected, before = best_way_home(placement, i, limit, 3), placement.price()
+        if exchange := _way_home(placement, i, limit, 3):
+            trial = Placement(placement.costs, homes, groups, groups_per_node)
+            trial.apply(exchange)
+            assert before - trial.price() == expected
+            assert max(trial.loads) <= limit
+        else:
+            assert expected == 0.0
+
+
+@pytest.mark.parametrize(
+    ("costs", "homes", "groups_per_node"),
+    [
+        # Company that is nearly all of what there is room for.
+        ([10.0, 1.99, 4.995, 4.995], [1, 2, 1, 1], None),
+        # More of it, because what comes in return goes home, too.
+        ([10.0, 3.99, 1.0, 10.99], [1, 2, 0, 1], None),
+        # More still, because other company comes home from another node.
+        ([1.0, 10.0, 1.4, 3.3, 3.3, 3.3], [2, 2, 1, 2, 2, 2], 2),
+    ],
+)
+def test_company_goes_along_as_long_as_anything_is_saved(
+    costs: list[float], homes: list[int], groups_per_node: int | None
+) -> None:
+    half = len(costs) // 2
+    home = homes[0]
+    groups: list[range] = [range(0)] * 3
+    groups[0], groups[home] = range(half), range(half, 2 * half)
+    placement = Placement(costs, homes, groups, groups_per_node)
+    exchange = _way_home(placement, 0, sum(costs[:half]) * (1 + 1e-8), 3)
+    assert exchange is not None
+    assert {*exchange.given} == {*range(half)}
+    assert {*exchange.taken} == {*range(half, 2 * half)}
+    before = placement.price()
+    placement.apply(exchange)
+    assert placement.price() < before

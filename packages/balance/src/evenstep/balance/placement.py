@@ -80,6 +80,16 @@ class Placement:
         same_node = group // self.groups_per_node == home // self.groups_per_node
         return self.costs[i] if same_node else self.costs[i] * CROSSING
 
+    def savings(self, group: int, destination: int) -> list[float]:
+        """Return what each member of `group` saves, or if negative costs, by going to another."""
+        members, homes = self.members[group], self.homes
+        if self.has_nodes:
+            return [self.weight(i, group) - self.weight(i, destination) for _, i in members]
+        return [
+            cost if homes[i] == destination else -cost if homes[i] == group else 0.0
+            for cost, i in members
+        ]
+
     def sizes(self, group: int, most: int) -> Iterable[int]:
         """Return the sizes up to `most` whose subsets of a group are few enough to list."""
         n = len(self.members[group])
@@ -90,16 +100,8 @@ class Placement:
         known = self._subsets[group]
         if size not in known:
             costs, samples = zip(*self.members[group], strict=True)
-            chosen = list(combinations(samples, size))
-            totals = list(map(fsum, combinations(costs, size)))
-            away = [self.weight(i, group) for i in samples]
-            if size > 1:
-                order = sorted(range(len(totals)), key=totals.__getitem__)
-                totals_away = list(map(fsum, combinations(away, size)))
-                away = [totals_away[at] for at in order]
-                totals = [totals[at] for at in order]
-                chosen = [chosen[at] for at in order]
-            known[size] = Subsets(totals, away, chosen)
+            away = [0.0 if self.homes[i] == group else self.weight(i, group) for i in samples]
+            known[size] = _subsets(costs, away, samples, size)
         return known[size]
 
     def apply(self, exchange: Exchange) -> None:
@@ -116,3 +118,20 @@ class Placement:
             insort(self.rising, (self.loads[group], group))
             self.changes[group] += 1
             self._subsets[group].clear()
+
+
+def _subsets(
+    costs: Sequence[float], away: Sequence[float], samples: Sequence[int], size: int
+) -> Subsets:
+    """Return the subsets of `size` of samples that rise by cost."""
+    if size == 1:
+        return Subsets([*costs], [*away], [(i,) for i in samples])
+    totals = [*map(fsum, combinations(costs, size))]
+    totals_away = [*map(fsum, combinations(away, size))] if any(away) else [0.0] * len(totals)
+    chosen = [*combinations(samples, size)]
+    order = sorted(range(len(totals)), key=totals.__getitem__)
+    return Subsets(
+        [*map(totals.__getitem__, order)],
+        [*map(totals_away.__getitem__, order)],
+        [*map(chosen.__getitem__, order)],
+    )

@@ -6,12 +6,17 @@ limit form a range of the list by cost, found by bisection; the one that saves m
 """
 
 from bisect import bisect_left, bisect_right
-from math import fsum
+from itertools import combinations
+from math import fsum, inf
+from typing import TypeAlias
 
 from evenstep.balance.placement import Exchange, Placement
 
 MIN_GAIN = 1e-9
 """Relative gain below which sending a sample home is rounding, not progress."""
+
+_Companion: TypeAlias = tuple[int, float, float]
+"""A sample that goes along, its cost, and what it saves by that."""
 
 
 def send_home(placement: Placement, limit: float, most: int) -> None:
@@ -48,29 +53,46 @@ def _way_home(placement: Placement, i: int, limit: float, most: int) -> Exchange
     here, home = placement.group_of[i], placement.homes[i]
     limit *= 1 - MIN_GAIN  # sums that round stay below the limit itself
     room, spare = limit - placement.loads[home], limit - placement.loads[here]
+    own_cost, own_saving = placement.costs[i], placement.weight(i, here)
     saved, best = limit * MIN_GAIN, None
-    enters: dict[int, float] = {}  # what having the samples of `home` in `here` costs
+    company: list[_Companion] = []
     for size in placement.sizes(home, most):
+        if size == 2:
+            company = _company(placement, i, room - saved, most)
+        if len(company) < size - 1:
+            break
         costs, away, samples = placement.subsets(home, size)
-        native = not any(away)
-        for total, gone, given in zip(*placement.subsets(here, size), strict=True):
-            # What does not leave for its home leaves it, so a subset saves `2 * away - cost` at
-            # most, less what comes for it, which is all at home: `cost - room` or more.
-            if native and 2 * gone - (total if total < room else 2 * total - room) <= saved:
-                continue
-            if i not in given:
-                continue
-            first, end = bisect_left(costs, total - room), bisect_right(costs, total + spare)
-            if first == end:
-                continue
-            enters = enters or {j: placement.weight(j, here) for _, j in placement.members[home]}
-            saving = gone - fsum([placement.weight(j, home) for j in given if j != i])
-            for at in range(first, end):
+        for companions in combinations(company, size - 1):
+            cost, saving = own_cost, own_saving
+            for _, more_cost, more_saving in companions:
+                cost += more_cost
+                saving += more_saving
+            for at in range(bisect_left(costs, cost - room), bisect_right(costs, cost + spare)):
                 if saving + 2 * away[at] - costs[at] <= saved:
                     continue
-                both = saving + away[at] - fsum(map(enters.__getitem__, samples[at]))
+                both = saving + away[at] - fsum(placement.weight(j, here) for j in samples[at])
                 if both > saved:
+                    given = (i, *[j for j, _, _ in companions])
                     saved, best = both, Exchange(here, given, home, samples[at])
         if best:
             return best
     return None
+
+
+def _company(placement: Placement, i: int, room: float, most: int) -> list[_Companion]:
+    """Return the samples with which `i` may go home, so that more is saved than without.
+
+    What comes in return costs `room` less at most, and saves twice what is away of it, less its
+    cost, at most. So company must not cost much more than it saves itself.
+    """
+    here, home = placement.group_of[i], placement.homes[i]
+    made_up = 2 * fsum(sorted(placement.subsets(home, 1).away)[-most:])
+    margin = room + made_up + placement.weight(i, here) - placement.costs[i]
+    if placement.has_nodes:  # where a sample may save more than it costs
+        margin = inf
+    savings = placement.savings(here, home)
+    return [
+        (j, cost, saving)
+        for (cost, j), saving in zip(placement.members[here], savings, strict=True)
+        if cost - saving < margin and j != i
+    ]
