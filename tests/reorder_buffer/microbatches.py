@@ -1,10 +1,13 @@
 """Generated micro-batches, what they must be equal to, and a plain way to gather their samples."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
+
+from evenstep.serialize import flatten_nested
 
 ENCODERS = (
     "modality_inputs.images.clip",
@@ -145,3 +148,16 @@ def assert_same(found: object, expected: object, path: str = "batch") -> None:
             assert_same(found[index], value, f"{path}[{index}]")
     else:
         assert repr(found) == repr(expected), path  # NaN too
+
+
+def share_memory(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the dotted keys of tensors that lie in one and the same storage, with bytes in it."""
+    others = flatten_nested({**other})
+    found = []
+    for key, value in flatten_nested({**one}).items():
+        same = others[key]
+        if isinstance(value, torch.Tensor) and isinstance(same, torch.Tensor):
+            places = value.untyped_storage().data_ptr(), same.untyped_storage().data_ptr()
+            if places[0] == places[1] != 0:
+                found.append(key)
+    return found

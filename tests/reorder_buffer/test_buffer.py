@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 from evenstep.exchange import MismatchError
 from evenstep.reorder_buffer import ReorderingBuffer, UnevenEndError
+from evenstep.serialize import flatten_nested
 from tests.harness import RankPools
+from tests.reorder_buffer.microbatches import share_memory
 from tests.reorder_buffer.numbered import (
     MODES,
     buffer,
@@ -55,6 +57,26 @@ def test_every_sample_is_served_once_and_stays_in_its_slot(
         size = 4 * world_size
         assert there == [*range(slot * size, (slot + 1) * size)]
     assert [left_over for _, left_over in found] == [()] * world_size
+
+
+@ALL_MODES
+def test_what_stays_is_served_where_the_loader_has_it(ranks: RankPools, mode: str) -> None:
+    settings = {**MODES[mode], "strategy": "least_move", "window_size": 2}
+    fields = [*flatten_nested(microbatch([1], names=False))]
+    assert ranks(2).run(_where_it_was_read, settings) == [[fields, []] * 3] * 2
+
+
+def _where_it_was_read(rank: int, _: int, settings: dict[str, Any]) -> list[list[str]]:
+    """Iterate over micro-batches of which every other one is uneven; tell what was not copied."""
+    read = [
+        microbatch([9, 9, 1] if slot % 2 and rank else [1, 1, 1], names=False) for slot in range(6)
+    ]
+    with groups() as made, buffer(read, made, cost_of=_number, **settings) as balanced:
+        return [share_memory(batch, served) for batch, served in zip(read, balanced, strict=True)]
+
+
+def _number(flat: Any) -> float:
+    return float(flat["input_ids"].flatten()[0])
 
 
 def test_all_modes_serve_the_same(ranks: RankPools) -> None:

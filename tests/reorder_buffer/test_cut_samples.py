@@ -41,7 +41,14 @@ from evenstep.serialize import (
     sample_layout,
     unpack_samples,
 )
-from tests.reorder_buffer.microbatches import Case, assert_same, gather, mimo_cases, numbers
+from tests.reorder_buffer.microbatches import (
+    Case,
+    assert_same,
+    gather,
+    mimo_cases,
+    numbers,
+    share_memory,
+)
 
 
 def only_tensors(case: Case) -> Case:
@@ -153,6 +160,69 @@ def test_merged_tensors_have_their_own_memory() -> None:
         value.zero_()
     expected = {"input_ids": numbers(2, 3), "position_ids": numbers(3, 2, 3)}
     assert_same(merged, {**expected, "scalar": torch.tensor(5)})
+
+
+@settings(max_examples=60, deadline=None)
+@given(tensor_cases, st.data())
+def test_only_a_whole_micro_batch_in_order_keeps_its_memory(
+    case: Case, data: st.DataObject
+) -> None:
+    order = data.draw(
+        st.one_of(
+            st.just([*range(case.size)]),
+            st.permutations(range(case.size)),
+            st.lists(st.sampled_from(range(case.size)), min_size=1, max_size=4),
+        )
+    )
+    samples, again = (cut(case.batch, counts=case.counts) for _ in range(2))
+    chosen: list[Mapping[str, Leaf]] = [samples[i] for i in order]
+    odd = data.draw(st.sampled_from(["none", "another batch's", "packed", "dict"]))
+    if odd != "none":
+        at = data.draw(st.sampled_from(range(len(order))))
+        others: dict[str, Sequence[Mapping[str, Leaf]]] = {
+            "another batch's": again,
+            "packed": packed(samples),
+            "dict": MIMO_LAYOUT.split(case.batch, counts=case.counts),
+        }
+        chosen[at] = others[odd][order[at]]
+    (merged,) = MIMO_LAYOUT.merge_each([chosen], donated=True)
+    assert_same(merged, gather(case, order))
+    is_whole = odd == "none" and order == [*range(case.size)]
+    if odd == "another batch's" and len(order) == 1:
+        is_whole = case.size == 1
+    shared = share_memory(case.batch, merged)
+    assert ("input_ids" in shared) == is_whole
+    if not is_whole:
+        assert not shared
+
+
+def test_a_part_of_a_micro_batch_is_copied() -> None:
+    batch = {"input_ids": numbers(3, 2)}
+    samples = cut(batch)
+    for chosen in (samples[:2], samples[1:], samples[::-1], samples * 2):
+        (merged,) = MIMO_LAYOUT.merge_each([chosen], donated=True)
+        assert not share_memory(batch, merged)
+
+
+def test_what_shares_its_memory_with_something_else_is_copied() -> None:
+    both = numbers(4, 3)  # one of the micro-batches may be lent, and the other is the user's then
+    alike = numbers(2, 3)
+    for ids, labels in [*zip(both.chunk(2), numbers(2, 2, 3), strict=True), (alike, alike)]:
+        batch = {"input_ids": ids, "labels": labels, "loss_mask": numbers(2, 3)}
+        (merged,) = MIMO_LAYOUT.merge_each([cut(batch)], donated=True)
+        assert_same(merged, batch)
+        assert not share_memory(batch, merged)
+
+
+def test_what_all_samples_share_is_a_copy_in_a_micro_batch_that_keeps_its_memory() -> None:
+    layout = BatchLayout(fields={"mask": Global()})
+    ids = numbers(2, 3)
+    batch = {"input_ids": ids, "mask": numbers(2), "scalar": torch.tensor(5), "no": None}
+    (merged,) = layout.merge_each([cut(batch, layout)], donated=True)
+    assert_same(merged, batch)
+    assert share_memory(batch, merged) == ["input_ids"]
+    merged["input_ids"].resize_(0)  # the tensor is another one
+    assert ids.shape == (2, 3)
 
 
 PADDED = BatchLayout(fields=padded_text(pad_token_id=9))

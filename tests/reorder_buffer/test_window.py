@@ -23,6 +23,7 @@ from evenstep.reorder_buffer.balancer import WindowBalancer
 from evenstep.serialize import flatten_nested, laid_out
 from evenstep.serialize.laid_out import copy_all
 from tests.harness import RankPools
+from tests.reorder_buffer.microbatches import share_memory
 from tests.reorder_buffer.numbered import (
     checked,
     cost_of,
@@ -189,6 +190,43 @@ def test_what_was_given_may_be_written_to_once_the_window_is_there(ranks: RankPo
     for turn in range(4):
         there = sorted(number for served in found for number in served[turn])
         assert there == [*range(turn * 3 * SIZE, (turn + 1) * 3 * SIZE)]
+
+
+def _stays_where_it_is(rank: int, world_size: int, donate: bool) -> list[list[str]]:
+    """Balance a window of which only the second micro-batch is uneven; write to it at once."""
+    numbers = [[10, 10, 10], [90, 90, 10] if rank == 0 else [10, 10, 10]]
+    merge = WindowBalancer.merge
+
+    def slow(*args: Any, **more: Any) -> Any:
+        time.sleep(0.2 if rank == 1 else 0.0)
+        return merge(*args, **more)
+
+    with groups() as made, mock.patch.object(WindowBalancer, "merge", slow):
+        given = [microbatch(of_slot, names=False) for of_slot in numbers]
+        found = exchange_window(
+            given,
+            n_groups=world_size,
+            dp_rank=rank,
+            dp_size=world_size,
+            cost_of=lambda flat: float(flat["input_ids"].flatten()[0]),
+            dp_group_gloo=made.control,
+            dp_group_nccl=made.payload,
+            image_count_of=image_counts,
+            strategy="least_move",
+            donate=donate,
+        )
+        for batch in found:
+            checked(batch)
+            for value in flatten_nested(batch).values():
+                assert isinstance(value, torch.Tensor)
+                value.zero_()
+        return [share_memory(*pair) for pair in zip(given, found, strict=True)]
+
+
+def test_a_micro_batch_that_stays_is_not_copied_if_it_was_given_away(ranks: RankPools) -> None:
+    fields = [*flatten_nested(microbatch([1], names=False))]
+    assert ranks(2).run(_stays_where_it_is, True) == [[fields, []]] * 2
+    assert ranks(2).run(_stays_where_it_is, False) == [[[], []]] * 2
 
 
 def _copies_its_own_slowly(rank: int, world_size: int) -> tuple[float, list[int]]:

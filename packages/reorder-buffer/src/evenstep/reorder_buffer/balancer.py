@@ -30,6 +30,7 @@ class WindowBalancer(Generic[BatchT]):
         image_count_of: The items per sample of a micro-batch; None for what the layout finds.
         layout: The form of the micro-batches.
         strategy: Who gets what.
+        donated: Whether a micro-batch whose samples all stay is handed on as it was read.
 
     Raises:
         ValueError: If `dp_size` does not divide `n_groups`, `cost_of` is no function, or no
@@ -42,6 +43,7 @@ class WindowBalancer(Generic[BatchT]):
     image_count_of: ImageCountFunction[BatchT] | None
     layout: Layout[BatchT]
     strategy: str | Strategy
+    donated: bool
 
     def __post_init__(self) -> None:
         if self.dp_size < 1 or self.n_groups < 1 or self.n_groups % self.dp_size:
@@ -167,7 +169,8 @@ class WindowBalancer(Generic[BatchT]):
         for arrival in arrivals:
             slots[arrival.dst_slot].append(arrival.sample)
         if cuts_as_declared(self.layout):
-            return cast("list[BatchT]", self.layout.merge_each(slots, fetched=fetched))
+            merged = self.layout.merge_each(slots, fetched=fetched, donated=self.donated)
+            return cast("list[BatchT]", merged)
         return [self.layout.merge(flats) for flats in slots]
 
     @property

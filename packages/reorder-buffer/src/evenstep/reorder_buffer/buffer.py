@@ -113,6 +113,7 @@ class ReorderingBuffer(Generic[BatchT]):
             image_count_of=image_count_of,
             layout=layout,
             strategy=strategy,
+            donated=True,  # as the loader has done
         )
         check_window_size(window_size)
         check_rank(dp_rank, dp_size)

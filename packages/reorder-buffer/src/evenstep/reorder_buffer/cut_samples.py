@@ -9,7 +9,7 @@ import torch
 
 from evenstep.serialize import FEW_ROWS, LaidOutSample, Part, SampleLayout, sample_layout
 
-__all__ = ["CutField", "CutSample", "cut_field", "cut_samples"]
+__all__ = ["CutField", "CutSample", "cut_field", "cut_samples", "uncut"]
 
 Form: TypeAlias = tuple[torch.dtype, *tuple[int, ...]]
 
@@ -47,6 +47,17 @@ class CutField:
         if self._dim is not None:
             shape[self._dim] = -1
         return self.tensor.dtype, *shape
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all of it is in every sample, and maybe in those of other micro-batches."""
+        return self._dim is None
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of what it lies in."""
+        storage = self.tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
 
     def view(self, index: int) -> torch.Tensor:
         """Return the part of one sample."""
@@ -152,6 +163,11 @@ class CutSample(LaidOutSample):
         """Whether no tensor is page-locked."""
         return self._batch.is_pageable
 
+    @property
+    def place(self) -> tuple[_Batch, int]:
+        """What it was cut from, and as which of the samples there."""
+        return self._batch, self._index
+
     def parts(self) -> Sequence[Part]:
         """Return where the tensor of each of ``layout.placed`` lies now."""
         return self._batch.parts[self._index]
@@ -168,3 +184,31 @@ def cut_samples(fields: Mapping[str, CutField | None]) -> list[CutSample]:
     """
     batch = _Batch(fields)
     return [CutSample(batch, index) for index in range(len(batch.layouts))]
+
+
+def uncut(samples: Sequence[object]) -> dict[str, torch.Tensor | None] | None:
+    """Return the micro-batch that was cut into these samples, where it lies.
+
+    Args:
+        samples: Samples of any kind.
+
+    Returns:
+        Its fields by flat key, and a copy of each that all samples share. None unless the samples
+        are all those of one micro-batch, in order, and each field has memory of its own: what else
+        lies there may be lent to peers, be another field, or the rest of a file.
+    """
+    places = [sample.place if isinstance(sample, CutSample) else None for sample in samples]
+    if not places or places[0] is None:
+        return None
+    batch, _ = places[0]
+    if places != [(batch, index) for index in range(len(batch.layouts))]:
+        return None
+    own = [field for field in batch.by_place if field.tensor.nbytes and not field.is_shared]
+    memory = {field.memory: field.tensor.nbytes for field in own}
+    if len(memory) < len(own) or any(size != nbytes for (_, size), nbytes in memory.items()):
+        return None
+    copies = {id(field): field.tensor.clone() for field in batch.by_place if field.is_shared}
+    return {
+        key: None if field is None else copies.get(id(field), field.tensor)
+        for key, field in batch.fields.items()
+    }

@@ -9,6 +9,7 @@ import torch
 
 from evenstep.exchange import HOST_MEMORY, collection_paused
 from evenstep.reorder_buffer.columns import join_column
+from evenstep.reorder_buffer.cut_samples import uncut
 from evenstep.reorder_buffer.field_kinds import (
     Batched,
     FieldKind,
@@ -214,16 +215,22 @@ class BatchLayout:
         slots: Sequence[Sequence[Mapping[str, Leaf]]],
         *,
         fetched: Callable[[], None] | None = None,
+        donated: bool = False,
     ) -> list[MicroBatch]:
         """Return :meth:`merge` of each of several micro-batches, copying for all at the end.
 
         Args:
             slots: The samples of each.
             fetched: Called once nothing is needed any more that other processes lend.
+            donated: Whether a micro-batch may keep the memory of the one that its samples were cut
+                from, if they are all of it.
         """
         merged, copies = [], Copies()
         with torch.no_grad(), collection_paused():
             for flats in slots:
+                if donated and (fields := uncut(flats)) is not None:
+                    merged.append(unflatten_nested(fields))
+                    continue
                 laid_out = [flat for flat in flats if is_laid_out(flat)]
                 joiner = None
                 if laid_out and len(laid_out) == len(flats):

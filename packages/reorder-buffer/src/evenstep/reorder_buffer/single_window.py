@@ -35,6 +35,7 @@ def exchange_window(
     layout: Layout[BatchT] = MIMO_LAYOUT,  # type: ignore[assignment]  # then BatchT is a dict
     strategy: str | Strategy = "lpt",
     timeout_s: float = 600.0,
+    donate: bool = False,
 ) -> list[BatchT]:
     """Cost-balance a window of W micro-batches across a module DP group in one exchange.
 
@@ -56,6 +57,9 @@ def exchange_window(
         layout: The form of the micro-batches.
         strategy: Name or object of the balancing strategy.
         timeout_s: How long to wait for a peer, in seconds.
+        donate: Whether `batches` are given away, as a data iterator's are. Then a micro-batch whose
+            samples all stay on this rank is returned where it lies, without a copy, if it is of
+            tensors in host memory; else what is returned has memory of its own.
 
     Returns:
         W rebalanced micro-batches for this rank, slot s at index s.
@@ -72,6 +76,7 @@ def exchange_window(
         image_count_of=image_count_of,
         layout=layout,
         strategy=strategy,
+        donated=donate,
     )
     exchange = SampleExchange(
         rank=dp_rank,
