@@ -217,7 +217,8 @@ def test_what_shares_its_memory_with_something_else_is_copied() -> None:
 def test_what_all_samples_share_is_a_copy_in_a_micro_batch_that_keeps_its_memory() -> None:
     layout = BatchLayout(fields={"mask": Global()})
     ids = numbers(2, 3)
-    batch = {"input_ids": ids, "mask": numbers(2), "scalar": torch.tensor(5), "no": None}
+    mask = numbers(4)[:2]  # whose memory holds more
+    batch = {"input_ids": ids, "mask": mask, "scalar": torch.tensor(5), "no": None}
     (merged,) = layout.merge_each([cut(batch, layout)], donated=True)
     assert_same(merged, batch)
     assert share_memory(batch, merged) == ["input_ids"]
