@@ -20,8 +20,8 @@ from evenstep.reorder_buffer import (
     reorder_window_local,
 )
 from evenstep.reorder_buffer.balancer import WindowBalancer
-from evenstep.serialize import flatten_nested, laid_out
-from evenstep.serialize.laid_out import copy_all
+from evenstep.serialize import copies, flatten_nested, laid_out
+from evenstep.serialize.copies import copy_all
 from tests.harness import RankPools
 from tests.reorder_buffer.microbatches import share_memory
 from tests.reorder_buffer.numbered import (
@@ -232,16 +232,20 @@ def test_a_micro_batch_that_stays_is_not_copied_if_it_was_given_away(ranks: Rank
 def _copies_its_own_slowly(rank: int, world_size: int) -> tuple[float, list[int]]:
     """Rank 1 takes a second for what it kept; the others write to what they gave meanwhile."""
 
-    def slow(copies: Any) -> None:
-        time.sleep(1.0 if copies else 0.0)
-        copy_all(copies)
+    def slow(of_window: Any) -> None:
+        time.sleep(1.0 if of_window else 0.0)
+        copy_all(of_window)
 
     with groups() as made:
         for turn in range(2):  # the first connects the ranks
             batch = microbatch(shard(turn, rank, world_size, SIZE), names=False)
             dist.barrier()
             started = time.monotonic()
-            with mock.patch.object(laid_out, "copy_all", slow if rank == 1 and turn else copy_all):
+            chosen = slow if rank == 1 and turn else copy_all
+            with (
+                mock.patch.object(laid_out, "copy_all", chosen),
+                mock.patch.object(copies, "copy_all", chosen),
+            ):
                 joined = _joined(batch, made, rank, world_size)
             took = time.monotonic() - started
             for value in flatten_nested(batch).values():

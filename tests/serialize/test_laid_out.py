@@ -1,6 +1,7 @@
 """Fields of samples copied and joined from where they lie."""
 
 import copy
+import ctypes
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ from evenstep.serialize import (
     pack_samples,
     sample_layout,
 )
-from evenstep.serialize.laid_out import copy_all
+from evenstep.serialize.copies import copy_all
 from tests.serialize.samples import (
     SUPPORTED,
     InPlace,
@@ -428,6 +429,23 @@ def test_small_and_large_copies_all_arrive(num_threads: int) -> None:
     with mock.patch("threading.active_count", return_value=num_threads):
         copy_all([(to + at, start + at, size) for at, size in zip(offsets, sizes, strict=True)])
     assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize(("above", "num_calls"), [(0, 3), (1, 1), (31, 1), (32, 3), (4095, 3)])
+def test_a_copy_is_not_cut_where_pieces_are_slow(above: int, num_calls: int) -> None:
+    nbytes, page = 3 * (448 << 10), 1 << 12
+    source = torch.randint(256, (nbytes + page,), dtype=torch.uint8)
+    target = torch.zeros(nbytes + 2 * page, dtype=torch.uint8)
+    start = source.data_ptr() + -source.data_ptr() % page
+    to = target.data_ptr() + -target.data_ptr() % page + above
+    memmove = ctypes.memmove
+    with (
+        mock.patch("threading.active_count", return_value=1),
+        mock.patch("ctypes.memmove", side_effect=memmove) as called,
+    ):
+        copy_all([(to, start, nbytes)])
+    assert called.call_count == num_calls
+    assert ctypes.string_at(to, nbytes) == ctypes.string_at(start, nbytes)
 
 
 def test_pieces_do_what_the_copies_do() -> None:

@@ -20,7 +20,7 @@ from evenstep.serialize import (
     unpack_sample,
     unpack_samples,
 )
-from evenstep.serialize.packing import _FieldsOfDevice
+from evenstep.serialize.packing_device import FieldsOfDevice
 from tests.serialize.samples import SUPPORTED, filled, odd_tensors, same, tensor_samples
 
 ODD = dict(odd_tensors())
@@ -91,7 +91,7 @@ def test_samples_lie_end_to_end(flats: list[TensorSample]) -> None:
 def test_an_accelerator_s_path_gives_the_same_bytes(flat: TensorSample) -> None:
     tensors = {key: value for key, value in sorted(flat.items()) if value is not None}
     out = torch.full((sample_layout(flat).nbytes,), 7, dtype=torch.uint8)
-    fields = _FieldsOfDevice(out.device)
+    fields = FieldsOfDevice(out.device)
     fields.add([*tensors], tensors)
     assert fields.nbytes == out.numel()
     fields.write(out)
@@ -101,7 +101,7 @@ def test_an_accelerator_s_path_gives_the_same_bytes(flat: TensorSample) -> None:
 @pytest.mark.parametrize("name", ODD)
 def test_an_accelerator_s_path_takes_odd_memory(name: str) -> None:
     out = torch.empty(sample_layout({"x": ODD[name]}).nbytes, dtype=torch.uint8)
-    fields = _FieldsOfDevice(out.device)
+    fields = FieldsOfDevice(out.device)
     fields.add(["x"], {"x": ODD[name]})
     fields.write(out)
     assert torch.equal(out, pack_samples([{"x": ODD[name]}]))
@@ -285,7 +285,7 @@ def test_a_layout_is_compared_with_its_sample_once(monkeypatch: pytest.MonkeyPat
     def compare(index: int, *_: object) -> None:
         compared.append(index)
 
-    monkeypatch.setattr("evenstep.serialize.packing._check_layout", compare)
+    monkeypatch.setattr("evenstep.serialize.packing_host.check_layout", compare)
     pack_samples([flat, flat], layouts=[sample_layout(flat)] * 2)
     assert compared == [0, 1]
 

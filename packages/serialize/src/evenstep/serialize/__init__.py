@@ -1,5 +1,6 @@
 """Nested samples of tensors to aligned, self-describing bytes and back, without pickle."""
 
+from evenstep.serialize.copies import Copier, Copies, Copy, in_pieces, largest_memmove
 from evenstep.serialize.document import dumps, loads
 from evenstep.serialize.dtypes import ALIGNMENT
 from evenstep.serialize.errors import DecodeError
@@ -7,16 +8,11 @@ from evenstep.serialize.files import dump, load
 from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
 from evenstep.serialize.laid_out import (
     FEW_ROWS,
-    Copier,
-    Copies,
-    Copy,
     FieldJoiner,
     LaidOutSample,
     Part,
     copies_of_part,
-    in_pieces,
     is_laid_out,
-    largest_memmove,
 )
 from evenstep.serialize.layout import TensorSample, sample_layout
 from evenstep.serialize.manifest import Manifest

@@ -20,7 +20,8 @@ from evenstep.serialize.dtypes import aligned
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.limits import MAX_NBYTES
 from evenstep.serialize.nested import NestedSample
-from evenstep.serialize.packing import describe, write_fields
+from evenstep.serialize.packing import write_fields
+from evenstep.serialize.packing_checks import describe
 from evenstep.serialize.tree_reader import TreeReader
 from evenstep.serialize.tree_writer import TreeWriter
 from evenstep.serialize.unpacking import sample_region

@@ -1,21 +1,17 @@
 """Samples that know where their tensors lie, so that bytes are copied without a tensor for each."""
 
-import ctypes
 import math
-import os
-import sys
-import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterator, KeysView, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate, starmap
+from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
+from evenstep.serialize.copies import Copier, Copies, Copy, copy_all, largest_memmove
 from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
 
@@ -25,30 +21,8 @@ Part: TypeAlias = tuple[int, int]
 A tensor of rows has few of them, ``FEW_ROWS`` at most, and each is contiguous.
 """
 
-Copy: TypeAlias = tuple[int, int, int]
-"""To which address, from which, and how many bytes."""
-
-Copier: TypeAlias = Callable[[Sequence[Copy]], None]
-"""Makes copies."""
-
 FEW_ROWS = 16
 """Up to so many rows of a tensor are copied with a memmove each, rather than with one copy_."""
-
-# Above this size copies of torch with several threads beat memmove, which has one, but starts
-# within 0.5 us where a view and a copy_ take 5 us.
-_LARGE_NBYTES = 1 << 20
-
-# ctypes.memmove lets other threads run. For a small copy that costs more than the copy, and if
-# another thread does run Python, it costs a switch interval, 5 ms, to get the interpreter back.
-# Small copies are slices of this, all memory there may be, which is a call of ctypes less as well.
-_HELD_NBYTES = 1 << 16
-_MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
-
-# On AMD glibc copies with `rep movsb` up to the size of the second-level cache, 512 KiB on many,
-# and with a loop of vectors above, which takes a twentieth longer. Where the variable says that it
-# streams from some size on, whole copies are faster than either.
-_PIECE_NBYTES = 448 << 10
-_STREAMS = "x86_non_temporal_threshold" in os.environ.get("GLIBC_TUNABLES", "")
 
 
 class LaidOutSample(Mapping[str, Tensor | None], ABC):
@@ -107,11 +81,6 @@ def _is_laid_out(kind: type) -> bool:
     return issubclass(kind, LaidOutSample)
 
 
-def largest_memmove() -> int:
-    """Return up to how many bytes a memmove is the fastest copy."""
-    return _LARGE_NBYTES if torch.get_num_threads() > 1 else sys.maxsize
-
-
 def copies_of_part(to: int, part: Part, field: PlacedField) -> list[Copy]:
     """Return the copies that bring a tensor, contiguous, to an address."""
     source, step = part
@@ -120,54 +89,6 @@ def copies_of_part(to: int, part: Part, field: PlacedField) -> list[Copy]:
     num_rows = field.shape[0]
     size = field.nbytes // num_rows
     return [(to + row * size, source + row * step, size) for row in range(num_rows)]
-
-
-def copy_all(copies: Sequence[Copy]) -> None:
-    """Copy bytes between addresses; what is copied to is not copied from."""
-    memory = _MEMORY
-    large = []
-    for copy in copies:
-        to, source, nbytes = copy
-        if nbytes <= _HELD_NBYTES:
-            memory[to : to + nbytes] = memory[source : source + nbytes]
-        else:
-            large.append(copy)
-    if threading.active_count() == 1 and not _STREAMS:  # each piece lets other threads run
-        large = in_pieces(large, _PIECE_NBYTES)
-    deque(starmap(ctypes.memmove, large), 0)
-
-
-def in_pieces(copies: Sequence[Copy], most_nbytes: int) -> list[Copy]:
-    """Return copies of so many bytes at most that do the same."""
-    return [
-        (to + start, source + start, min(most_nbytes, nbytes - start))
-        for to, source, nbytes in copies
-        for start in range(0, nbytes, most_nbytes)
-    ]
-
-
-class Copies:
-    """Copies to make at the end, because code that runs between two copies runs without cache."""
-
-    __slots__ = ("_by_copier",)
-
-    def __init__(self) -> None:
-        self._by_copier: dict[Copier, list[Copy]] = {}
-
-    def by(self, copier: Copier) -> list[Copy]:
-        """Return the list that takes the copies for one copier to make."""
-        return self._by_copier.setdefault(copier, [])
-
-    def fetch(self) -> None:
-        """Make the copies of memory that is not this process's own, ahead of the others."""
-        own = self._by_copier.pop(copy_all, [])
-        self.make()
-        self._by_copier = {copy_all: own}
-
-    def make(self, base: int = 0) -> None:
-        """Make all copies; the addresses to copy to are counted from ``base``."""
-        for copier, copies in self._by_copier.items():
-            copier([(base + to, source, n) for to, source, n in copies] if base else copies)
 
 
 _Pick: TypeAlias = Callable[[Sequence[int]], Sequence[int]]

@@ -6,9 +6,10 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from evenstep.serialize.copies import Copies
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.fold import VALUES_KEY, fold_values, unfold_values
-from evenstep.serialize.laid_out import Copies, FieldJoiner, LaidOutSample, Part
+from evenstep.serialize.laid_out import FieldJoiner, LaidOutSample, Part
 from evenstep.serialize.layout import sample_layout
 from evenstep.serialize.manifest import Manifest
 from evenstep.serialize.nested import NestedSample, flatten_nested, unflatten_nested

@@ -9,7 +9,7 @@ from torch import Tensor
 from evenstep.serialize.dtypes import ALIGNMENT
 from evenstep.serialize.errors import DecodeError
 from evenstep.serialize.layout import TensorSample
-from evenstep.serialize.packing import describe
+from evenstep.serialize.packing_checks import describe
 from evenstep.serialize.placement import PlacedField
 from evenstep.serialize.schema import SampleLayout
 
