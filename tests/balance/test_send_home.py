@@ -133,6 +133,8 @@ def test_the_best_way_home_is_found(
         ([10.0, 1.99, 4.995, 4.995], [1, 2, 1, 1], None),
         # More of it, because what comes in return goes home, too.
         ([10.0, 3.99, 1.0, 10.99], [1, 2, 0, 1], None),
+        # The same, of two that go home in return.
+        ([10.0, 5.9, 0.05, 1.0, 1.0, 11.95], [1, 2, 2, 0, 0, 1], None),
         # More still, because other company comes home from another node.
         ([1.0, 10.0, 1.4, 3.3, 3.3, 3.3], [2, 2, 1, 2, 2, 2], 2),
     ],

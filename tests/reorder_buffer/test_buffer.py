@@ -60,10 +60,12 @@ def test_every_sample_is_served_once_and_stays_in_its_slot(
 
 
 @ALL_MODES
-def test_what_stays_is_served_where_the_loader_has_it(ranks: RankPools, mode: str) -> None:
+def test_what_stays_is_served_where_it_lies_if_given_away(ranks: RankPools, mode: str) -> None:
     settings = {**MODES[mode], "strategy": "least_move", "window_size": 2}
     fields = [*flatten_nested(microbatch([1], names=False))]
-    assert ranks(2).run(_where_it_was_read, settings) == [[fields, []] * 3] * 2
+    donated = ranks(2).run(_where_it_was_read, {**settings, "donate": True})
+    assert donated == [[fields, []] * 3] * 2
+    assert ranks(2).run(_where_it_was_read, settings) == [[[], []] * 3] * 2
 
 
 def _where_it_was_read(rank: int, _: int, settings: dict[str, Any]) -> list[list[str]]:

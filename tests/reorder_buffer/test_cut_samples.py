@@ -207,11 +207,24 @@ def test_a_part_of_a_micro_batch_is_copied() -> None:
 def test_what_shares_its_memory_with_something_else_is_copied() -> None:
     both = numbers(4, 3)  # one of the micro-batches may be lent, and the other is the user's then
     alike = numbers(2, 3)
-    for ids, labels in [*zip(both.chunk(2), numbers(2, 2, 3), strict=True), (alike, alike)]:
-        batch = {"input_ids": ids, "labels": labels, "loss_mask": numbers(2, 3)}
-        (merged,) = MIMO_LAYOUT.merge_each([cut(batch)], donated=True)
+    cases: list[dict[str, Any]] = [
+        *[{"input_ids": ids} for ids in both.chunk(2)],
+        {"input_ids": alike, "labels": alike},
+        {"input_ids": numbers(2, 3), "table": alike, "labels": alike},
+        {"input_ids": numbers(2, 3), "labels": numbers(2, 3)[:, :0]},
+    ]
+    layout = BatchLayout(fields={"table": Global()})
+    for batch in cases:
+        (merged,) = layout.merge_each([cut(batch, layout)], donated=True)
         assert_same(merged, batch)
         assert not share_memory(batch, merged)
+
+
+def test_no_inference_tensor_is_handed_on() -> None:
+    with torch.inference_mode():
+        batch = {"input_ids": numbers(2, 3)}
+    (merged,) = MIMO_LAYOUT.merge_each([cut(batch)], donated=True)
+    assert not merged["input_ids"].is_inference()
 
 
 def test_what_all_samples_share_is_a_copy_in_a_micro_batch_that_keeps_its_memory() -> None:

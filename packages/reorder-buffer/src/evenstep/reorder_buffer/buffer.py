@@ -78,6 +78,10 @@ class ReorderingBuffer(Generic[BatchT]):
             from several threads can deadlock; or the `"worker"`, which it takes on Gloo.
         on_window: Gets the statistics of each window, in the calling thread, as it is served.
         paired: A check that paired modules derive the same order; None for no check.
+        donate: Whether the data iterator gives its micro-batches away: nothing else uses their
+            memory, no cache, array or file, and no later micro-batch. Then one whose samples all
+            stay on this rank is served where it lies, without a copy, if it is of tensors in host
+            memory.
 
     Raises:
         ValueError: If `window_size < 1`, `overlap=True` under CUDA_DEVICE_MAX_CONNECTIONS=1, or
@@ -105,6 +109,7 @@ class ReorderingBuffer(Generic[BatchT]):
         launch: Launch = "auto",
         on_window: OnWindow | None = None,
         paired: PairedCheck | None = None,
+        donate: bool = False,
     ) -> None:
         balancer = WindowBalancer(
             dp_size=dp_size,
@@ -113,7 +118,7 @@ class ReorderingBuffer(Generic[BatchT]):
             image_count_of=image_count_of,
             layout=layout,
             strategy=strategy,
-            donated=True,  # as the loader has done
+            donated=donate,
         )
         check_window_size(window_size)
         check_rank(dp_rank, dp_size)

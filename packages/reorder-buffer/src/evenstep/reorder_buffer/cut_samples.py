@@ -53,12 +53,6 @@ class CutField:
         """Whether all of it is in every sample, and maybe in those of other micro-batches."""
         return self._dim is None
 
-    @property
-    def memory(self) -> tuple[int, int]:
-        """Address and bytes of what it lies in."""
-        storage = self.tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
-
     def view(self, index: int) -> torch.Tensor:
         """Return the part of one sample."""
         if self._dim is None:
@@ -194,8 +188,8 @@ def uncut(samples: Sequence[object]) -> dict[str, torch.Tensor | None] | None:
 
     Returns:
         Its fields by flat key, and a copy of each that all samples share. None unless the samples
-        are all those of one micro-batch, in order, and each field has memory of its own: what else
-        lies there may be lent to peers, be another field, or the rest of a file.
+        are all those of one micro-batch, in order, and it is seen that each field has memory of its
+        own, and no inference tensor: those that are joined are none.
     """
     places = [sample.place if isinstance(sample, CutSample) else None for sample in samples]
     if not places or places[0] is None:
@@ -203,12 +197,23 @@ def uncut(samples: Sequence[object]) -> dict[str, torch.Tensor | None] | None:
     batch, _ = places[0]
     if places != [(batch, index) for index in range(len(batch.layouts))]:
         return None
-    own = [field for field in batch.by_place if field.tensor.nbytes and not field.is_shared]
-    memory = {field.memory: field.tensor.nbytes for field in own}
-    if len(memory) < len(own) or any(size != nbytes for (_, size), nbytes in memory.items()):
+    if not _have_own_memory(batch.by_place):
         return None
     copies = {id(field): field.tensor.clone() for field in batch.by_place if field.is_shared}
     return {
         key: None if field is None else copies.get(id(field), field.tensor)
         for key, field in batch.fields.items()
     }
+
+
+def _have_own_memory(fields: Sequence[CutField]) -> bool:
+    """Tell whether the fields are alone in torch's memory, as far as torch knows."""
+    addresses = set()
+    for field in fields:
+        storage = field.tensor.untyped_storage()
+        is_whole = field.is_shared or storage.nbytes() == field.tensor.nbytes
+        if not is_whole or field.tensor.is_inference() or storage.data_ptr() in addresses:
+            return False
+        if storage.nbytes():
+            addresses.add(storage.data_ptr())
+    return True

@@ -41,6 +41,7 @@ def balance_loader(
     on_uneven_end: OnUnevenEnd = "stop",
     timeout_s: float = 600.0,
     launch: Launch = "auto",
+    donate: bool = False,
     on_window: OnWindow | None = None,
 ) -> "BalancedLoader[BatchT]":
     """Put load balancing between a loader and a training loop.
@@ -71,6 +72,7 @@ def balance_loader(
         on_uneven_end: What happens when a rank's data ends before that of the others.
         timeout_s: How long to wait for a peer, in seconds.
         launch: See `ReorderingBuffer`.
+        donate: See `ReorderingBuffer`.
         on_window: Gets the statistics of each window; see `docs/observability.md`.
 
     Raises:
@@ -95,6 +97,7 @@ def balance_loader(
         on_uneven_end=on_uneven_end,
         timeout_s=timeout_s,
         launch=launch,
+        donate=donate,
         on_window=on_window,
     )
     return BalancedLoader(loader, make_buffer, groups, Patience(timeout_s=timeout_s))
