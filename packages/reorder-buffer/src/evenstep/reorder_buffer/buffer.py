@@ -57,7 +57,8 @@ class ReorderingBuffer(Generic[BatchT]):
 
     Args:
         data_iterator: Yields this rank's micro-batch shards: a loader, or its iterator. `iter()`
-            of it is called by the first `next()`.
+            of it is called by the first `next()`. What it has yielded must stay as it is until it
+            is served.
         dp_rank: This rank's module-local DP rank.
         dp_size: This module's DP size.
         n_groups: Canonical group count (LCM of the module DP sizes).

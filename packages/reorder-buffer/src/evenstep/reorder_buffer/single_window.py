@@ -57,9 +57,10 @@ def exchange_window(
         layout: The form of the micro-batches.
         strategy: Name or object of the balancing strategy.
         timeout_s: How long to wait for a peer, in seconds.
-        donate: Whether `batches` are given away: nothing else uses their memory from now on. Then
-            one whose samples all stay on this rank is returned where it lies, without a copy, if it
-            is of tensors in host memory. Else what is returned has memory of its own.
+        donate: Whether `batches` are given away: nothing uses their memory from now on but what is
+            returned. Then one whose samples all stay on this rank is returned where it lies,
+            without a copy, if it is of tensors in host memory. Else what a `BatchLayout` returns
+            has memory of its own, and `batches` may be written to.
 
     Returns:
         W rebalanced micro-batches for this rank, slot s at index s.
