@@ -4,6 +4,7 @@ import functools
 import logging
 import logging.handlers
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.reorder_buffer.numbered import (
     groups,
     image_counts,
     microbatch,
+    shard,
 )
 
 ALL_MODES = pytest.mark.parametrize("mode", MODES)
@@ -75,6 +77,28 @@ def _where_it_was_read(rank: int, _: int, settings: dict[str, Any]) -> list[list
     ]
     with groups() as made, buffer(read, made, cost_of=_number, **settings) as balanced:
         return [share_memory(batch, served) for batch, served in zip(read, balanced, strict=True)]
+
+
+def test_a_loader_may_fill_its_memory_again_in_line(ranks: RankPools) -> None:
+    found = ranks(2).run(_from_one_memory)
+    for slot in range(5):
+        there = sorted(number for served in found for number in served[slot])
+        assert there == [*range(8 * slot, 8 * slot + 8)]
+
+
+def _from_one_memory(rank: int, world_size: int) -> list[list[int]]:
+    """Iterate over micro-batches that all lie in the memory of the first."""
+
+    def refilled() -> Iterator[dict[str, Any]]:
+        kept = microbatch(shard(0, rank, world_size, 4), max_images=0, names=False)
+        for slot in range(5):
+            fresh = microbatch(shard(slot, rank, world_size, 4), max_images=0, names=False)
+            for there, value in zip(_tensors(kept), _tensors(fresh), strict=True):
+                there.copy_(value)
+            yield kept
+
+    with groups() as made, buffer(refilled(), made, overlap=False) as balanced:
+        return [checked(batch, max_images=0) for batch in [*balanced]]
 
 
 def _number(flat: Any) -> float:

@@ -59,8 +59,8 @@ def exchange_window(
         timeout_s: How long to wait for a peer, in seconds.
         donate: Whether `batches` are given away: nothing uses their memory from now on but what is
             returned. Then one whose samples all stay on this rank is returned where it lies,
-            without a copy, if it is of tensors in host memory. Else what a `BatchLayout` returns
-            has memory of its own, and `batches` may be written to.
+            without a copy, if it is of tensors in host memory. If not, the tensors that a
+            `BatchLayout` returns have memory of their own, and `batches` may be written to again.
 
     Returns:
         W rebalanced micro-batches for this rank, slot s at index s.
